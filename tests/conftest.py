@@ -60,7 +60,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """What has been imported stays: no collection of garbage need look at it again."""
     gc.freeze()
     gc.enable()
@@ -70,7 +70,7 @@ def pytest_collection_finish() -> None:
         _patch_once_a_launch()
 
 
-def _sum_products_in_one_order() -> None:
+def _sum_products_in_one_order():
     """Let Triton's interpreter add up a product of matrices in one order.
 
     It takes numpy's, which on some processors sums a row by its place and by how many rows there
@@ -89,13 +89,13 @@ def _sum_products_in_one_order() -> None:
     InterpreterBuilder.create_dot = dot
 
 
-def _refuse_masks_of_numbers() -> None:
+def _refuse_masks_of_numbers():
     """Let every version of Triton's interpreter refuse what 3.9 does:
     a mask of a block and a number's comparison, which it holds as numbers.
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def strict(name: str, place: int) -> None:
+    def strict(name: str, place: int):
         theirs = getattr(InterpreterBuilder, name)
 
         def call(self: object, *given: TensorHandle, **named: object) -> object:
@@ -109,7 +109,7 @@ def _refuse_masks_of_numbers() -> None:
     strict("create_masked_store", 2)
 
 
-def _patch_once_a_launch() -> None:
+def _patch_once_a_launch():
     """Let Triton's interpreter replace the language's functions once a launch:
     it does so again in each call of a function of a kernel, which takes a quarter of its time.
     """
@@ -225,7 +225,7 @@ def every_check_is_made() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     """A folder with a tiny random Llama (float32, 4,096 positions),
     its tokenizer and three chained heads.
     """
@@ -233,7 +233,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(tmp_path_factory) -> Tiny:
     """A model that was trained for half a second, one of random weights, and a corpus."""
     from tests.training.tiny import make_tiny
 
@@ -241,7 +241,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture
-def tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_shapes(monkeypatch):
     """Shapes small enough to be built in no time: ``shape:tiny`` and, with a tied LM head,
     ``shape:tied``.
     """

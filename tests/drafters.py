@@ -87,7 +87,7 @@ def qwen35(dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return made.to(dtype).eval()
 
 
-def load_own_head(target: Target) -> None:
+def load_own_head(target: Target):
     """Have a random MTP head for such a model."""
     checkpoint = Checkpoint("shape:recurrent", "", None)
     checkpoint.__dict__["config"] = target.model.config
@@ -301,7 +301,7 @@ def _rotate(rows: Tensor, places: Tensor) -> Tensor:
 class Dense:
     """A drafter's logits from published tensors and taps of the whole text, in float64."""
 
-    def __init__(self, layout: str, network: Any) -> None:
+    def __init__(self, layout: str, network: Any):
         self.layout, self.network = layout, network
         self.weights = {name: value.double() for name, value in tensors_of(layout).items()}
 

@@ -38,7 +38,7 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 class Machine:
     """A process of the other processor."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         with tempfile.TemporaryDirectory() as folder:
             driver = Path(folder) / "driver"
             source = Path(__file__).with_suffix(".c")
@@ -61,7 +61,7 @@ class Machine:
         real = [*floats, *[0.0] * (2 - len(floats))]
         return self._asked(struct.pack("2q10q2f", function, 0, *padded, *real))
 
-    def _asked(self, request: bytes) -> int:
+    def _asked(self, request) -> int:
         assert self._process.stdin is not None
         self._process.stdin.write(request)
         self._process.stdin.flush()
@@ -90,7 +90,7 @@ def machine() -> Machine:
     return Machine()
 
 
-class _Function(ctypes._CFuncPtr):  # type: ignore[misc,name-defined]
+class _Function(ctypes._CFuncPtr):
     """A function of the other processor, whose address others may be given."""
 
     _flags_ = 1
@@ -120,7 +120,7 @@ def _signed(number: int) -> int:
 class Library:
     """As ctypes' ``CDLL``."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str):
         self._handle = machine().ask(path)
         if not self._handle:
             raise OSError(f"{path} does not load")
@@ -131,7 +131,7 @@ class Library:
         return function
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Have all C programs be those of the other processor."""
     os.environ["CC"] = COMPILER
     features = {*os.environ.get("TSWIFT_ARM", "").split()}
@@ -191,7 +191,7 @@ def hashes(integers_only: bool) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main():
     """Print the hashes, in JSON."""
     pytest_configure()
     print(json.dumps(hashes(integers_only=DOTS not in os.environ["TSWIFT_ARM"])))

@@ -90,7 +90,7 @@ def seeded(seed: int) -> torch.Generator:
 def options_for(method: str, **options: object) -> DraftOptions:
     """Of these options, those that a method uses."""
     uses = find_method(method).uses
-    return DraftOptions(**{name: value for name, value in options.items() if name in uses})  # type: ignore[arg-type]
+    return DraftOptions(**{name: value for name, value in options.items() if name in uses})
 
 
 def tiny_llama(
@@ -176,7 +176,7 @@ def near_tie(network: PreTrainedModel, token: int, other: int, rows: int) -> Ite
         hook.remove()
 
 
-def round_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def round_single_rows(monkeypatch):
     """From here on, passes that are not exact round a row alone otherwise,
     as they do on some processors only.
     """
@@ -218,7 +218,7 @@ def decode_steps(
     return list(Decoding(target, prompt, params, seed, drafter, length).steps(stop))
 
 
-def tokens_of(steps: Sequence[Step]) -> list[int]:
+def tokens_of(steps: Iterable[Step]) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
@@ -248,10 +248,10 @@ class Proposals(Source):
 
     name = "proposals"
 
-    def __init__(self, paths: Callable[[Context], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, paths: Callable[[Context], Sequence[Sequence[int]]]):
         self.paths = paths
 
-    def propose(self, tree: DraftTree, context: Context) -> None:
+    def propose(self, tree: DraftTree, context: Context):
         for path in self.paths(context):
             tree.add(path, self.name)
 
@@ -263,7 +263,7 @@ class ToyTarget:
     So the exact probabilities are known, and a commit of the wrong slots would show.
     """
 
-    def __init__(self, table: Tensor) -> None:
+    def __init__(self, table: Tensor):
         self.table = table
         self.vocab_size = table.shape[-1]
         self.device = CPU
@@ -272,7 +272,7 @@ class ToyTarget:
         self.forwarded_nodes: list[int] = []
         self.replays = self.chunked_prompt = self.chunked_text = False
         self.fixed_rows = None
-        self.runner = EagerRunner(self)  # type: ignore[arg-type]
+        self.runner = EagerRunner(self)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
@@ -295,16 +295,16 @@ class ToyTarget:
             torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)]
         )
 
-    def verify(self, *given: object) -> None:
+    def verify(self, *given: object):
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]
 
-    def renew(self) -> None:
+    def renew(self):
         pass
 
-    def prepare(self, kv: KVBuffer, limit: int) -> None:
+    def prepare(self, kv: KVBuffer, limit: int):
         pass
 
 
@@ -356,8 +356,8 @@ def random_tree(nodes: int, random: Random, vocab: int = VOCAB) -> DraftTree:
     return tree
 
 
-def take_turns(drafter: AdaptiveDrafter) -> None:
+def take_turns(drafter: AdaptiveDrafter):
     """Have each arm draft every so many steps, whatever it costs."""
     bandit = drafter.bandit
     arms = len(drafter.arms)
-    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)  # type: ignore[method-assign]
+    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)

@@ -135,7 +135,7 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
     """
     seen = set()
 
-    def look(frame: FrameType, event: str, argument: object) -> None:
+    def look(frame: FrameType, event: str, argument: object):
         if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
             seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
@@ -201,7 +201,7 @@ def stops(value: str, words: list[str]) -> list[str]:
             return found == value
         return number is not None and isinstance(found, (int, float)) and found == number
 
-    def look(frame: FrameType, event: str, argument: object) -> None:
+    def look(frame: FrameType, event: str, argument: object):
         code = frame.f_code
         if (
             event == "call"
@@ -216,14 +216,14 @@ def stops(value: str, words: list[str]) -> list[str]:
     return list(seen)
 
 
-def _watched(look: Callable[[FrameType, str, object], None], run: Callable[[], object]) -> None:
+def _watched(look: Callable[[FrameType, str, object], None], run: Callable[[], object]):
     threading.setprofile(look)
     sys.setprofile(look)
     try:
         run()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def command_of(folder: str) -> list[str]:

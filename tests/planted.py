@@ -898,7 +898,7 @@ def run_tests(tree: Path, tests: str, slow: bool) -> tuple[int, str]:
     return code, failed[0] if failed else ""
 
 
-def prepare(tree: Path) -> None:
+def prepare(tree: Path):
     """What all runs share: their environment, compiled C, and modules that no fault changes."""
     cache = str(tree / ".cache")
     os.mkdir(cache, 0o700)
@@ -919,7 +919,7 @@ def prepare(tree: Path) -> None:
         import_module(name)
 
 
-def forget(tree: Path) -> None:
+def forget(tree: Path):
     """Leave nothing in the cache but libraries, which are called by their sources: what a fault
     has spoiled is not for the next one.
     """

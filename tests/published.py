@@ -28,7 +28,7 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-def say(folder: Path, **changes: object) -> None:
+def say(folder: Path, **changes: object):
     path = folder / "config.json"
     config = read_json(path) | changes
     path.write_text(
@@ -62,7 +62,7 @@ def medusa_tensors(vocab: int, layers: int = 1, prefix: str = "") -> dict[str, T
     return found
 
 
-def add_shard(folder: Path, tensors: dict[str, Tensor]) -> None:
+def add_shard(folder: Path, tensors: dict[str, Tensor]):
     """Put more tensors among a model's, in a shard of their own."""
     save_file(tensors, folder / "model-extra.safetensors", metadata={"format": "pt"})
     path = folder / "model.safetensors.index.json"

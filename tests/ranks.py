@@ -46,7 +46,7 @@ class Ended:
 class Started:
     """Ranks at work."""
 
-    def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given: Any) -> None:
+    def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given: Any):
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             # wherever the test has gone
             multiprocessing.forkserver.ensure_running()
@@ -96,7 +96,7 @@ def on_ranks(folder: Path, count: int, function: Callable[..., Any], *given: Any
     return Started(folder, count, function, *given).end()
 
 
-def _work(send, file: Path, environment: dict[str, str], function, given) -> None:
+def _work(send, file: Path, environment: dict[str, str], function, given):
     os.environ.update(environment)
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(file.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

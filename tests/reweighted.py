@@ -24,7 +24,7 @@ def broken(weight: Tensor) -> Tensor:
     return torch.full_like(weight, torch.nan)
 
 
-def change(network: nn.Module, how: Callable[[Tensor], Tensor]) -> None:
+def change(network: nn.Module, how: Callable[[Tensor], Tensor]):
     """Give linear layers other weights, which are tensors of their own."""
     for layer in network.modules():
         if isinstance(layer, nn.Linear):

@@ -21,7 +21,7 @@ def every_row(
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
+        def run(**fixtures: Any):
             failed = []
             for number, row in enumerate(table):
                 try:
@@ -33,7 +33,7 @@ def every_row(
         left = [
             each for name, each in inspect.signature(test).parameters.items() if name not in given
         ]
-        run.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(left)
         return run
 
     return decorate

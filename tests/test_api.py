@@ -21,25 +21,25 @@ def example(page: str, number: int = 0) -> str:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
 
 
-def run(page: str, number: int = 0, **names: object) -> None:
+def run(page: str, number: int = 0, **names: object):
     exec(compile(example(page, number), page, "exec"), {"__name__": "__main__", **names})
 
 
-def test_import_is_light() -> None:
+def test_import_is_light():
     code = "import sys, tswift; assert tswift.__version__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_names_are_there() -> None:
+def test_the_names_are_there():
     for name in tswift.__all__:
         assert getattr(tswift, name) is not None
     assert dir(tswift) == sorted(tswift.__all__)
     assert (Path(tswift.__file__).parent / "py.typed").exists()
     with pytest.raises(AttributeError):
-        tswift.nothing  # type: ignore[attr-defined]  # noqa: B018
+        tswift.nothing  # noqa: B018
 
 
-def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
+def test_text_and_ids_are_the_same_prompt(checkpoint):
     model = tswift.load(str(checkpoint), dtype="float64")
     drawn = [
         tokens_of([*tswift.generate(model, prompt, 20, method=method)])
@@ -50,7 +50,7 @@ def test_text_and_ids_are_the_same_prompt(checkpoint: Path) -> None:
     assert drawn == [drawn[0]] * 4
 
 
-def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
+def test_the_text_of_the_steps_is_the_text(checkpoint):
     """Whatever is held back for a character that is begun,
     or for a stop string that is not completed.
     """
@@ -70,7 +70,7 @@ def test_the_text_of_the_steps_is_the_text(checkpoint: Path) -> None:
     )
 
 
-def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
+def test_a_model_is_shown_in_one_line(checkpoint):
     shown = repr(tswift.load(str(checkpoint), dtype="float64", heads="none"))
     assert "\n" not in shown
     assert all(word in shown for word in (str(checkpoint), "cpu", "float64", "positions", "heads"))
@@ -78,7 +78,7 @@ def test_a_model_is_shown_in_one_line(checkpoint: Path) -> None:
 
 
 @needs_program
-def test_a_model_names_the_methods_that_decode_it() -> None:
+def test_a_model_names_the_methods_that_decode_it():
     """All that it names do, and others are refused."""
     model = tswift.load(draft_model="demo-draft")
     networks = {name for name, method in METHODS.items() if method.speculator_kinds}
@@ -94,19 +94,19 @@ def test_a_model_names_the_methods_that_decode_it() -> None:
                 tswift.generate(model, "The ship", 2, method=name)
 
 
-def test_a_keyword_that_there_is_not(checkpoint: Path) -> None:
+def test_a_keyword_that_there_is_not(checkpoint):
     with pytest.raises(
         TypeError, match=r"^load.* unexpected keyword argument 'devise'; did you mean device\?$"
     ):
-        tswift.load(str(checkpoint), devise="cpu")  # type: ignore[call-arg]
+        tswift.load(str(checkpoint), devise="cpu")
     with pytest.raises(TypeError, match=r"'lenght'; did you mean length\?$"):
-        tswift.generate(tswift.load(str(checkpoint)), "The ship", lenght=3)  # type: ignore[call-arg]
+        tswift.generate(tswift.load(str(checkpoint)), "The ship", lenght=3)
     for name, part in {"top_p": "params=SamplingParams", "nodes": "options=DraftOptions"}.items():
         with pytest.raises(TypeError, match=rf"{name!r}; give {part}\({name}=...\)$"):
-            tswift.generate(tswift.load(str(checkpoint)), "The ship", 3, **{name: 1})  # type: ignore[arg-type]
+            tswift.generate(tswift.load(str(checkpoint)), "The ship", 3, **{name: 1})
 
 
-def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
+def test_refuses_at_the_call_not_at_the_first_step(checkpoint):
     model = tswift.load(str(checkpoint))
     for field, wrong in (
         ("prompt", {"prompt": ""}),
@@ -126,18 +126,16 @@ def test_refuses_at_the_call_not_at_the_first_step(checkpoint: Path) -> None:
         ("budget", {"method": "ar", "options": tswift.DraftOptions(budget=64)}),
     ):
         with pytest.raises(tswift.InputError, match=f"^{field}: ") as caught:
-            tswift.generate(model, **{"prompt": "The", "length": 5, **wrong})  # type: ignore[arg-type]
+            tswift.generate(model, **{"prompt": "The", "length": 5, **wrong})
         assert caught.value.field == field
     with pytest.raises(
         tswift.InputError, match=r"^model: must be what tswift\.load returns, got 'demo'"
     ):
-        tswift.generate("demo", "The", 5)  # type: ignore[arg-type]
+        tswift.generate("demo", "The", 5)
 
 
 @needs_program  # they recall
-def test_examples_on_a_tiny_model(
-    checkpoint: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_on_a_tiny_model(checkpoint, monkeypatch, capsys):
     model = tswift.load(str(checkpoint))
     run("docs/python.md", -1, tswift=tswift, SamplingParams=tswift.SamplingParams, model=model)
     assert capsys.readouterr().out.splitlines()[-1].endswith((".", "None"))
@@ -146,9 +144,7 @@ def test_examples_on_a_tiny_model(
     assert capsys.readouterr().out.strip()
 
 
-def test_examples_on_the_bundled_model(
-    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_on_the_bundled_model(tmp_path, monkeypatch, capsys):
     run("README.md")
     assert len(capsys.readouterr().out) > 200
     (command,) = re.findall(r"```sh\ntswift (.*?)  .*\n```", (ROOT / "docs/python.md").read_text())

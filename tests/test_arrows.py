@@ -55,14 +55,14 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_every_package_has_its_place() -> None:
+def test_every_package_has_its_place():
     names = {path.stem for path in ROOT.glob("*.py")} | {
         path.parent.name for path in ROOT.glob("*/__init__.py")
     }
     assert names == LEVEL.keys()
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_room_says_what_it_is_for():
     for path in ROOT.rglob("__init__.py"):
         said = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert "\n\n" in said, f"{path.relative_to(ROOT)} has no paragraph"
@@ -70,7 +70,7 @@ def test_every_room_says_what_it_is_for() -> None:
         assert path.parent == ROOT or inside & set(re.findall(r"\w+", said)), path
 
 
-def test_imports_point_down() -> None:
+def test_imports_point_down():
     wrong = []
     for path in sorted(ROOT.rglob("*.py")):
         own = path.relative_to(ROOT).parts[0].removesuffix(".py")
@@ -90,19 +90,19 @@ def outside(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "tswift", ""}
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_what_is_imported_is_declared():
     declared = (Path(__file__).parents[1] / "pyproject.toml").read_text().replace("-", "_")
     imports = set().union(*map(outside, ROOT.rglob("*.py")))
     assert {name for name in imports if not re.search(rf'"{name}\b', declared)} == set()
 
 
-def test_the_walk_knows_every_module_that_needs_triton() -> None:
+def test_the_walk_knows_every_module_that_needs_triton():
     assert {
         path.stem for path in ROOT.rglob("*.py") if "\nimport triton\n" in path.read_text()
     } <= {*OPTIONAL}
 
 
-def test_references_in_docstrings_lead_somewhere() -> None:
+def test_references_in_docstrings_lead_somewhere():
     wrong = []
     for path in ROOT.rglob("*.py"):
         for name in re.findall(
@@ -123,7 +123,7 @@ def test_references_in_docstrings_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_no_kernel_is_chosen_by_the_clock() -> None:
+def test_no_kernel_is_chosen_by_the_clock():
     """Another process could have others then, whose sums have another order: a text that is resumed
     or verified would have other bits.
     """

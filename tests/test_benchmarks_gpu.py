@@ -79,7 +79,7 @@ def python(env: dict[str, str], *words: object) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_decoding_and_measuring_need_little(tmp_path: Path) -> None:
+def test_decoding_and_measuring_need_little(tmp_path):
     code = (
         "import benchmarks.gpu.measure, benchmarks.gpu.texts, tests.test_gpu, sys, tswift\n"
         "steps = tswift.generate(tswift.load(device='cpu'), 'The ship', 20, method='ar')\n"
@@ -90,9 +90,7 @@ def test_decoding_and_measuring_need_little(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_missing_is_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named_at_once(tmp_path, monkeypatch, capsys):
     """And is found in a folder of wheels."""
     monkeypatch.setattr(command, "NEEDED", ("json", "lacked_module", "another_lacked"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -108,14 +106,14 @@ def test_what_is_missing_is_named_at_once(
     assert capsys.readouterr().err.startswith("another_lacked: not")
 
 
-def test_noise_in_a_cache_of_codes_has_the_size_of_other_noise() -> None:
+def test_noise_in_a_cache_of_codes_has_the_size_of_other_noise():
     kv = FullKV(KVShape(2, 3, 16, torch.int8, torch.device("cpu"), apart=True), 50)
     noisy(kv)
     assert kv.numbers(1, 1, slice(None)).std().item() == pytest.approx(1, rel=0.05)
 
 
 @pytest.mark.slow
-def test_layouts_of_attention_give_the_same(tmp_path: Path) -> None:
+def test_layouts_of_attention_give_the_same(tmp_path):
     layouts = pytest.importorskip("benchmarks.gpu.layouts", reason="triton is not installed")
     env = {**lacking(tmp_path / "site", *LACKED), "TRITON_INTERPRET": "1"}
     done = python(env, "-m", "benchmarks.gpu.layouts", "--dry")
@@ -127,7 +125,7 @@ def test_layouts_of_attention_give_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_program
-def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
+def test_a_dry_run_hands_back_everything(tmp_path):
     """In one test, as it takes most of two minutes."""
     out = tmp_path / "out"
     words = ("--dry", "--work", tmp_path / "work", "--out", out, "--commit", "abc")
@@ -173,9 +171,7 @@ def test_a_dry_run_hands_back_everything(tmp_path: Path) -> None:
 # What follows runs no model.
 
 
-def test_all_fits_into_a_quarter_of_an_hour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_fits_into_a_quarter_of_an_hour(tmp_path, monkeypatch):
     """A machine takes 100 s to begin, and a command 600 at most: sections fit into their half."""
     assert sum(SECTIONS.values()) + 30 <= SECONDS[MEASURED]  # Python's imports, rates
     assert sum(SECONDS.values()) <= 540
@@ -201,9 +197,7 @@ def test_all_fits_into_a_quarter_of_an_hour(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_held_in_fewer_bits_is_measured_in_order(
-    late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_in_fewer_bits_is_measured_in_order(late, monkeypatch):
     """By a device alone, so here nothing is computed; what follows measures the model as it is."""
     seen: list[tuple[str, dict[str, str]]] = []
     for name in ("_prompt", "passes", "_steps"):
@@ -221,7 +215,7 @@ def test_what_is_held_in_fewer_bits_is_measured_in_order(
     assert [how for name, how in seen if name == "passes"] == steps[:4]
 
 
-def test_the_second_process_of_a_half_has_what_the_first_has_left(tmp_path: Path) -> None:
+def test_the_second_process_of_a_half_has_what_the_first_has_left(tmp_path):
     ours = session(tmp_path, 60)
     ours.ends[EQUALITY] = time.time() + 2
     ours.run(EQUALITY, "late", ["-c", "import time; time.sleep(60)"])
@@ -243,14 +237,14 @@ def session(folder: Path, seconds: float) -> command.Session:
         ("", 0.0, "cut short"),
     ],
 )
-def test_how_a_process_ends_is_noted(tmp_path: Path, code: str, seconds: float, state: str) -> None:
+def test_how_a_process_ends_is_noted(tmp_path, code, seconds, state):
     session(tmp_path, seconds).run(MEASURED, "it", ["-c", code])
     (row,) = figures(tmp_path)
     assert (row["section"], row["process"], row["state"]) == (MEASURED, "it", state)
     assert (tmp_path / "it.txt").read_text() == ("I am\n" if code else "")
 
 
-def test_one_process_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_takes_no_other_along(tmp_path, monkeypatch):
     """And two that find other bits fail."""
     noted = (
         f"from benchmarks.gpu import note; from pathlib import Path; at = Path({str(tmp_path)!r})"
@@ -274,12 +268,10 @@ def test_one_process_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("odd", "same"), [("medusa", False), ("cascade", False), (None, True)])
-def test_another_text_than_plain_decodings_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: str | None, same: bool
-) -> None:
+def test_another_text_than_plain_decodings_fails(tmp_path, monkeypatch, odd, same):
     """Or none."""
 
-    def written(model: object, request: Any) -> dict[str, Any]:
+    def written(model, request):
         if request.method == odd == "cascade":
             raise RuntimeError("no kernel image")
         return {"text": "1" if request.method == odd else "0"}
@@ -297,7 +289,7 @@ def test_another_text_than_plain_decodings_fails(
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, "met"), (1.3, "MISSED")])
-def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
+def test_targets_are_met_or_missed(slower, verdict):
     step = {"table": "steps", "method": "ar", "exact": True}
     verify = {"table": "passes", "kind": "verify", "context": 4096}
     text = {"table": "integrated", "method": "tokenswift"}
@@ -327,7 +319,7 @@ def test_targets_are_met_or_missed(slower: float, verdict: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["h100", "h200"])
-def test_published_tables_are_those_of_the_raw_figures(device: str) -> None:
+def test_published_tables_are_those_of_the_raw_figures(device):
     path = ROOT / "results" / device / "tables.py"
     spec = spec_from_file_location(f"tables_of_{device}", path)
     assert spec is not None
@@ -340,13 +332,13 @@ def test_published_tables_are_those_of_the_raw_figures(device: str) -> None:
         assert module.tokens() in (ROOT / "README.md").read_text()
 
 
-def test_a_text_is_integrated_over_its_contexts() -> None:
+def test_a_text_is_integrated_over_its_contexts():
     linear = {context: 1e-3 + 1e-8 * context for context in (4000, 50_000, 100_000)}
     assert integrated(linear, 4000, 100_000) == pytest.approx(100_000 * (1e-3 + 1e-8 * 54_000))
     assert integrated({4000: 2e-3, 100_000: 2e-3}, 4000, 100_000) == pytest.approx(200)
 
 
-def test_gaps_between_kernels_count_only_if_a_host_could_have_made_them() -> None:
+def test_gaps_between_kernels_count_only_if_a_host_could_have_made_them():
     assert covered([(10, 20), (21, 30), (0, 5), (12, 15)], bridge=1) == 25
     assert covered([(0, 10), (4, 6), (30, 40)], bridge=5) == 20
     assert covered([], bridge=5) == 0

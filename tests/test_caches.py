@@ -35,7 +35,7 @@ FULL = KVShape(2, 3, 4, torch.float32, CPU)
     st.integers(0, 5),
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 999).map(Random)), max_size=8),
 )
-def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
+def test_commit_keeps_the_chosen_slots_in_order(start, passes):
     kv = FullKV(FULL, 64)
     kept: list[float] = []
     stamp = 0.0
@@ -58,7 +58,7 @@ def test_commit_keeps_the_chosen_slots_in_order(start: int, passes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mha", "mqa"])
-def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str) -> None:
+def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind):
     target = tiny_target(kind)
     random = Random(3)
     text = random_prompt(30, 1)
@@ -85,7 +85,7 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind: str)
     torch.testing.assert_close(hidden[path[-1]], last.hidden[-1], rtol=0, atol=1e-11)
 
 
-def test_slots_are_positions() -> None:
+def test_slots_are_positions():
     kv = FullKV(FULL, 10)
     kv.commit(range(7))
     assert kv.positions(0).tolist() == [list(range(7))]
@@ -100,11 +100,11 @@ SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, CPU, placed=True)
 class Growing:
     """A full cache that grows by tokens whose values say layer, head and position."""
 
-    def __init__(self, capacity: int, seed: int) -> None:
+    def __init__(self, capacity: int, seed: int):
         self.full = FullKV(SHAPE, capacity)
         self.generator = seeded(seed)
 
-    def grow(self, count: int) -> None:
+    def grow(self, count: int):
         for layer in range(LAYERS):
             positions = torch.arange(self.full.length, self.full.length + count).double()
             keys = torch.randn(HEADS, count, DIM, generator=self.generator, dtype=torch.float64)
@@ -219,13 +219,13 @@ ROWS = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
 @example("dynamic", 64, 16, 17, [3], 0)
 @example("partial", 64, 16, 64, [5] * 30, 0)
 @example("streaming", 64, 4, 5, [300], 3)  # more at once than there is room for
-def test_what_a_policy_holds_after_any_steps(policy, budget, sinks, prompt, steps, seed) -> None:
+def test_what_a_policy_holds_after_any_steps(policy, budget, sinks, prompt, steps, seed):
     partial, _ = followed(policy, budget, sinks, prompt, steps, seed)
     if not partial.policy.renews:
         assert partial.selections <= 1
 
 
-def test_it_is_selected_anew_again_and_again_and_not_before_it_has_to() -> None:
+def test_it_is_selected_anew_again_and_again_and_not_before_it_has_to():
     assert followed("dynamic", 64, 16, 100, [5, 1, 3, 5, 4] * 12)[0].selections >= 4
     assert followed("dynamic", 64, 0, 1, [1] * 160)[0].selections >= 3
     partial, _ = followed("dynamic", 64, 16, 0, [5, 4, 3, 2, 1] * 3)
@@ -233,7 +233,7 @@ def test_it_is_selected_anew_again_and_again_and_not_before_it_has_to() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_forwarded_over_it_is_forgotten(policy: str) -> None:
+def test_what_is_forwarded_over_it_is_forgotten(policy):
     partial, growing = followed("dynamic", 64, 4, 90, [3, 2])
     partial = PartialKV(SHAPE, 64, 4, POLICIES[policy], scratch=4)
     partial.follow(growing.full, lambda: growing.query(partial.policy.observes), 5)
@@ -265,7 +265,7 @@ COUNTS = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(0, 1000))
 
 
 @given(COUNTS)
-def test_by_query(drawn: tuple[int, int, int]) -> None:
+def test_by_query(drawn):
     keys, queries = random(*drawn)
     wanted = [
         [sum(dot(q[-1], key) for q in queries[head]) for key in keys[head]] for head in range(HEADS)
@@ -274,7 +274,7 @@ def test_by_query(drawn: tuple[int, int, int]) -> None:
 
 
 @given(COUNTS)
-def test_by_attention(drawn: tuple[int, int, int]) -> None:
+def test_by_attention(drawn):
     keys, queries = random(*drawn)
     count = keys.shape[1]
     found = by_attention(keys, queries)
@@ -292,7 +292,7 @@ def test_by_attention(drawn: tuple[int, int, int]) -> None:
 
 
 @given(COUNTS)
-def test_by_chunk(drawn: tuple[int, int, int]) -> None:
+def test_by_chunk(drawn):
     keys, queries = random(*drawn)
     found = by_chunk(keys, queries)
     for head in range(HEADS):
@@ -307,7 +307,7 @@ def test_by_chunk(drawn: tuple[int, int, int]) -> None:
 SLACK, SCRATCH = 6, 20
 
 
-def commit(kv: StreamingKV, count: int, skip: bool) -> None:
+def commit(kv: StreamingKV, count: int, skip: bool):
     """Forward tokens whose values say layer, head and position, one of them for nothing."""
     slots = [0, *range(2, count + 1)] if skip else list(range(count))
     tags = torch.full((max(slots) + 1,), -1.0, dtype=torch.float64)
@@ -321,7 +321,7 @@ def commit(kv: StreamingKV, count: int, skip: bool) -> None:
     kv.commit(slots)
 
 
-def check(kv: StreamingKV) -> None:
+def check(kv: StreamingKV):
     ring = kv.budget - kv.sinks
     places = kv.positions(0)[0].tolist()
     assert len(places) == kv.length == len(set(places))
@@ -348,7 +348,7 @@ MOVES = st.lists(
 
 
 @given(st.sampled_from([8, 16, 33]), st.sampled_from([0, 1, 4]), MOVES)
-def test_any_moves(budget: int, sinks: int, moves: list[tuple[str, int]]) -> None:
+def test_any_moves(budget, sinks, moves):
     kv = StreamingKV(SHAPE, budget, sinks, SLACK, SCRATCH)
     for kind, count in moves:
         if kind == "commit":
@@ -364,7 +364,7 @@ def test_any_moves(budget: int, sinks: int, moves: list[tuple[str, int]]) -> Non
     assert kv.seen - kv.settled <= SLACK
 
 
-def test_settled_tokens_stay() -> None:
+def test_settled_tokens_stay():
     kv = StreamingKV(SHAPE, 8, 2, SLACK, SCRATCH)
     commit(kv, 15, skip=False)
     kv.settle()
@@ -379,7 +379,7 @@ def test_settled_tokens_stay() -> None:
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages"
 )
-def test_keys_and_values_may_lie_in_huge_pages() -> None:
+def test_keys_and_values_may_lie_in_huge_pages():
     buffer = KVShape(1, 1, 64, torch.float32, CPU).allocate(1 << 16)[0]
     place = buffer.data_ptr() + buffer.nbytes // 2
     for line in Path("/proc/self/smaps").read_text().splitlines():

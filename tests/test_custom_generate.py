@@ -49,7 +49,7 @@ Generate = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generate]:
+def exported(tmp_path_factory) -> Iterator[Generate]:
     """``model.generate`` by the folder that was exported."""
     folder = tmp_path_factory.mktemp("exported")
     assert main(["export-generate", str(folder)]) == 0
@@ -65,7 +65,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Generate]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> dict[str, Path]:
     """Checkpoints with tokenizers and heads."""
     made = {name: tmp_path_factory.mktemp("model") for name in KINDS}
     for name, folder in made.items():
@@ -93,9 +93,7 @@ def prompt(folders: dict[str, Path]) -> BatchEncoding:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
-def test_greedy_is_that_of_transformers(
-    kind: str, folders: dict[str, Path], exported: Generate
-) -> None:
+def test_greedy_is_that_of_transformers(kind, folders, exported):
     model, prompt = loaded(folders[kind])
     for settings in (
         {},
@@ -129,9 +127,7 @@ def test_greedy_is_that_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
-def test_sampling_is_that_of_tswift(
-    kind: str, folders: dict[str, Path], exported: Generate
-) -> None:
+def test_sampling_is_that_of_tswift(kind, folders, exported):
     model, prompt = loaded(folders[kind])
     ours = replace(tswift.load(str(folders[kind]), dtype="float64", device="cpu"), eos_ids=())
     own = {"min_p": 0.02, "temperature": 0.8}
@@ -143,9 +139,9 @@ def test_sampling_is_that_of_tswift(
         ),
     ):
         torch.manual_seed(5)
-        given = {"params": SamplingParams(**params), "seed": int(torch.randint(1 << 62, ()))}  # type: ignore[arg-type]
+        given = {"params": SamplingParams(**params), "seed": int(torch.randint(1 << 62, ()))}
         start = prompt["input_ids"][0].tolist()
-        expected = tokens_of([*tswift.generate(ours, start, 40, method="ar", **given)])  # type: ignore[arg-type]
+        expected = tokens_of([*tswift.generate(ours, start, 40, method="ar", **given)])
         torch.manual_seed(5)
         found, again = (
             exported(model, **prompt, do_sample=True, max_new_tokens=40, **asked) for _ in range(2)
@@ -176,9 +172,7 @@ def test_sampling_is_that_of_tswift(
     ],
     ids=str,
 )
-def test_the_distribution_is_that_of_transformers(
-    asked: dict[str, Any], model: PreTrainedModel
-) -> None:
+def test_the_distribution_is_that_of_transformers(asked, model):
     """Which tokens are left, and how likely each is,
     by transformers' own processors and by our parameters.
     """
@@ -198,7 +192,7 @@ def test_the_distribution_is_that_of_transformers(
         torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-9)
 
 
-def test_no_filter_is_left_out_of_an_order() -> None:
+def test_no_filter_is_left_out_of_an_order():
     assert SamplingParams(order="top_p,top_k", top_k=3, top_p=0.9, min_p=0.1).filters == (
         "top_p",
         "top_k",
@@ -212,22 +206,22 @@ def test_no_filter_is_left_out_of_an_order() -> None:
 class Recorder(BaseStreamer):
     """Notes what it is given, and calls back."""
 
-    def __init__(self, seen: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(self, seen: Callable[[int], None] = lambda count: None):
         self.puts = list[list[Any]]()
         self.ended = False
         self.seen = seen
 
-    def put(self, value: Tensor) -> None:
+    def put(self, value: Tensor):
         assert not torch.is_inference_mode_enabled()
         self.puts.append(value.tolist())
         self.seen(len(self.puts))
 
-    def end(self) -> None:
+    def end(self):
         self.ended = True
 
 
 class StopsAt(StoppingCriteria):
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int):
         self.length = length
         self.texts = list[list[int]]()
 
@@ -238,9 +232,7 @@ class StopsAt(StoppingCriteria):
 
 
 @pytest.mark.slow
-def test_streamers_and_criteria_see_every_token(
-    model: PreTrainedModel, prompt: BatchEncoding, exported
-) -> None:
+def test_streamers_and_criteria_see_every_token(model, prompt, exported):
     (start,) = prompt["input_ids"].tolist()
     streamer = Recorder()
     criterion = StopsAt(len(start) + 33)
@@ -257,9 +249,7 @@ def test_streamers_and_criteria_see_every_token(
 
 
 @pytest.mark.slow
-def test_where_texts_end(
-    model: PreTrainedModel, prompt: BatchEncoding, folders: dict[str, Path], exported
-) -> None:
+def test_where_texts_end(model, prompt, folders, exported):
     """Lengths, ends of text, stop strings and the first token, as without ``custom_generate``."""
     tokenizer = AutoTokenizer.from_pretrained(folders[KINDS[0]])
     start = prompt["input_ids"].shape[1]
@@ -328,7 +318,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # all fields of a configuration are in a
 }
 
 
-def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported: Generate) -> None:
+def test_refuses_by_name(model, prompt, exported):
     REFUSED[CACHE][CACHE] = model(**prompt, use_cache=True)[CACHE]
     for name, settings in REFUSED.items():
         with pytest.raises((InputError, ValueError), match=rf"^{name}: [^\n]*$|{name}") as caught:
@@ -347,7 +337,7 @@ def test_refuses_by_name(model: PreTrainedModel, prompt: BatchEncoding, exported
     assert exported(model, **prompt).shape[1] == prompt["input_ids"].shape[1] + 20
 
 
-def test_no_field_of_the_configuration_is_ignored(model: PreTrainedModel) -> None:
+def test_no_field_of_the_configuration_is_ignored(model):
     """Every field is served, named here as of no matter,
     or refused with any value that is not its default.
     """
@@ -383,9 +373,7 @@ def snapshot(model: PreTrainedModel) -> Any:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None])
-def test_the_model_is_left_as_it_was(
-    error, model: PreTrainedModel, prompt: BatchEncoding, exported
-) -> None:
+def test_the_model_is_left_as_it_was(error, model, prompt, exported):
     model.train()
     model.model.layers[0].eval()
     model.lm_head.weight.requires_grad_(False)
@@ -393,7 +381,7 @@ def test_the_model_is_left_as_it_was(
     within = []
     logits = model(**prompt).logits
 
-    def seen(count: int) -> None:
+    def seen(count):
         within.append(snapshot(model)[:-2])
         if error is not None and count > 9:
             raise error("stop")
@@ -416,14 +404,12 @@ def test_the_model_is_left_as_it_was(
 
 
 @pytest.mark.slow
-def test_changes_of_the_model_are_seen(
-    model: PreTrainedModel, prompt: BatchEncoding, exported: Generate
-) -> None:
-    def multiply() -> None:
+def test_changes_of_the_model_are_seen(model, prompt, exported):
+    def multiply():
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(-2)
 
-    def shorten() -> None:
+    def shorten():
         model.model.layers = model.model.layers[:1]
         model.config.num_hidden_layers = 1
 
@@ -448,11 +434,11 @@ def test_changes_of_the_model_are_seen(
     assert len(custom_generate._ADOPTED) <= held
 
 
-def test_only_one_thread_is_in_a_step() -> None:
+def test_only_one_thread_is_in_a_step():
     inside = [0]
     most = list[int]()
 
-    def steps() -> Iterator[Step]:
+    def steps():
         for token in range(20):
             inside[0] += 1
             most.append(inside[0])
@@ -463,14 +449,12 @@ def test_only_one_thread_is_in_a_step() -> None:
     run = SimpleNamespace(steps=steps)
     turn = threading.Lock()
     with ThreadPoolExecutor(3) as pool:
-        drawn = [*pool.map(lambda _: [*custom_generate._drawn(run, turn)], range(3))]  # type: ignore[arg-type]
+        drawn = [*pool.map(lambda _: [*custom_generate._drawn(run, turn)], range(3))]
     assert drawn == [[*range(20)]] * 3
     assert most == [1] * 60
 
 
-def test_a_models_own_folder_has_it_used_by_default(
-    checkpoint: Path, tmp_path: Path, exported: Generate
-) -> None:
+def test_a_models_own_folder_has_it_used_by_default(checkpoint, tmp_path, exported):
     """Exported there, ``from_pretrained`` makes ``model.generate`` ours."""
     for file in checkpoint.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -485,9 +469,7 @@ def test_a_models_own_folder_has_it_used_by_default(
     assert custom_generate._ADOPTED[model][1].heads is not None  # those in its folder draft
 
 
-def test_export_refuses_what_it_cannot_write(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_export_refuses_what_it_cannot_write(tmp_path, capfd):
     again, file = tmp_path / "new" / "folder", tmp_path / "file"
     file.touch()
     for _ in range(2):  # what tswift has written, it may write anew

@@ -32,7 +32,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_paths_exist(page: Path) -> None:
+def test_links_and_paths_exist(page):
     text = page.read_text()
     for link in _LINK.findall(text):
         if not link.startswith("https://"):
@@ -45,12 +45,12 @@ def test_links_and_paths_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_every_page_is_linked_from_the_readme() -> None:
+def test_every_page_is_linked_from_the_readme():
     links = {link.partition("#")[0] for link in _LINK.findall(PAGES[0].read_text())}
     assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
 
 
-def test_every_page_is_in_the_sites_navigation() -> None:
+def test_every_page_is_in_the_sites_navigation():
     named = set(re.findall(r"[\w ]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert named >= {str(page.relative_to(ROOT)) for page in PAGES}
     assert all((ROOT / name).is_file() for name in named)
@@ -64,7 +64,7 @@ def _commands(command: Any) -> Iterator[Any]:
         yield command
 
 
-def test_every_option_is_on_a_page() -> None:
+def test_every_option_is_on_a_page():
     text = "".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text))
     for command in _commands(typer.main.get_command(app)):
@@ -81,13 +81,13 @@ def test_every_option_is_on_a_page() -> None:
         ("methods.md", {*METHODS, *KV}),
     ],
 )
-def test_every_name_is_in_a_row(page: str, names: set[str]) -> None:
+def test_every_name_is_in_a_row(page, names):
     """Fields of a request that say how tokens are drawn; methods, and what partial caches hold."""
     cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / page).read_text(), re.M)
     assert names <= {*re.findall(r"`(.*?)`", " ".join(cells))}
 
 
-def test_how_long_a_pass_takes_where_auto_keeps_what_came() -> None:
+def test_how_long_a_pass_takes_where_auto_keeps_what_came():
     words = " ".join((ROOT / "docs/methods.md").read_text().split())
     told = re.findall(r"pass takes (?:at most|more than) (\S+) ms", words)
     limits = methods._RECORDED, methods._RECORDED, history._SLOW_PASS
@@ -95,7 +95,7 @@ def test_how_long_a_pass_takes_where_auto_keeps_what_came() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_that_need_a_prompt_have_one(page: Path) -> None:
+def test_commands_that_need_a_prompt_have_one(page):
     """Only the bundled model has a text to continue of its own."""
     text = page.read_text().replace("\\\n", " ")  # a command may have several lines
     for command in re.findall(r"^(?:.*[ /])?tswift (?:generate|compare) (.*?)(?:#|$)", text, re.M):

@@ -59,7 +59,7 @@ METRIC = {
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory) -> Path:
     """A copy of the sources with a filter, a method and a metric more."""
     folder = tmp_path_factory.mktemp("tree")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -97,7 +97,7 @@ def tswift(tree: Path, *commands: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.slow
-def test_a_filter_is_found_everywhere(tree: Path) -> None:
+def test_a_filter_is_found_everywhere(tree):
     made = "generate --len 40 --method medusa --min-p 0 --seed 5"
     checked = "verify --tokens run/tokens.u32 --min-p 0 --seed 5"
     *helps, refused, free, run, own, same, less, other = tswift(
@@ -121,7 +121,7 @@ def test_a_filter_is_found_everywhere(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_method_is_found_everywhere(tree: Path) -> None:
+def test_a_method_is_found_everywhere(tree):
     unknown, unused, compared, measured = tswift(
         tree,
         "generate --method none",
@@ -139,7 +139,7 @@ def test_a_method_is_found_everywhere(tree: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_metric_is_found_everywhere(tree: Path) -> None:
+def test_a_metric_is_found_everywhere(tree):
     bench = "bench --methods medusa --prefill 64 --lens 20,40 --warmup 0 --no-plots --out"
     unknown, first, judged = tswift(
         tree,

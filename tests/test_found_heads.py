@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 import tswift
 from tests.helpers import read_json
 from tests.models.gguf_files import tiny_model, write_gguf
-from tests.training.tiny import Tiny
 from tests.words import words_of
 from tswift.cli import main
 from tswift.errors import DecodeError
@@ -27,7 +26,7 @@ KINDS = (Kind.Q8_0, Kind.Q4_0)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache folder."""
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -45,9 +44,7 @@ def heads_file(path: Path, hidden_size: int) -> Path:
 
 
 @pytest.mark.slow
-def test_installed_heads_are_found_by_the_weights_alone(
-    tiny: Tiny, tmp_path: Path, cache: Path
-) -> None:
+def test_installed_heads_are_found_by_the_weights_alone(tiny, tmp_path, cache):
     made = heads_file(tmp_path / "heads.safetensors", 32)
     name = str(tiny.model)
     assert load(name).heads is None
@@ -82,9 +79,7 @@ def test_installed_heads_are_found_by_the_weights_alone(
     assert (named.heads.count, named.heads_found) == (2, None)
 
 
-def test_heads_beside_a_model_come_first_and_none_are_none(
-    checkpoint: Path, tmp_path: Path, cache: Path
-) -> None:
+def test_heads_beside_a_model_come_first_and_none_are_none(checkpoint, tmp_path, cache):
     install_heads(str(checkpoint), heads_file(tmp_path / "heads.safetensors", 32))
     assert (load(str(checkpoint)).heads.kind, load(str(checkpoint)).heads_found) == (
         "chained",
@@ -94,8 +89,8 @@ def test_heads_beside_a_model_come_first_and_none_are_none(
 
 
 def test_installed_heads_come_before_those_that_come_with_tswift(
-    tiny: Tiny, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny, tmp_path, cache, monkeypatch
+):
     bundled = tmp_path / "bundled"
     monkeypatch.setattr("tswift.speculators.heads_files.BUNDLED", bundled)
     name = str(tiny.model)
@@ -108,7 +103,7 @@ def test_installed_heads_come_before_those_that_come_with_tswift(
     assert str(loaded.heads_found) in loaded.remarks()
 
 
-def test_other_weights_have_another_hash(tiny: Tiny, tmp_path: Path) -> None:
+def test_other_weights_have_another_hash(tiny, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(tiny.model, other)
     assert Checkpoint.find(str(other)).weights_hash == Checkpoint.find(str(tiny.model)).weights_hash
@@ -119,7 +114,7 @@ def test_other_weights_have_another_hash(tiny: Tiny, tmp_path: Path) -> None:
     assert Checkpoint.find(str(other)).weights_hash != Checkpoint.find(str(tiny.model)).weights_hash
 
 
-def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_has_heads_of_its_own(tmp_path, cache):
     models = [
         str(write_gguf(tmp_path / f"{seed}.gguf", tiny_model("llama"), kind))
         for seed, kind in enumerate(KINDS)
@@ -131,9 +126,7 @@ def test_a_gguf_file_has_heads_of_its_own(tmp_path: Path, cache: Path) -> None:
     assert load(models[0]).heads_found == installed
 
 
-def test_a_run_without_heads_goes_on_without_them(
-    tiny: Tiny, tmp_path: Path, cache: Path, capsys
-) -> None:
+def test_a_run_without_heads_goes_on_without_them(tiny, tmp_path, cache, capsys):
     generate = f"generate --model {tiny.model} --prompt-text ship --quiet"
     assert main([*words_of([generate]), "--len", "20", "--out", str(tmp_path / "run")]) == 0
     install_heads(str(tiny.model), heads_file(tmp_path / "heads.safetensors", 32))
@@ -142,9 +135,7 @@ def test_a_run_without_heads_goes_on_without_them(
     assert read_json(tmp_path / "run" / "run.json")["model"]["heads"] is None
 
 
-def test_what_cannot_be_installed_is_told_in_a_line(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_installed_is_told_in_a_line(tiny, tmp_path, monkeypatch):
     made = heads_file(tmp_path / "heads.safetensors", 32)
     monkeypatch.setattr("tswift.speculators.heads_files.cache_folder", lambda: tmp_path / "missing")
     with pytest.raises(
@@ -158,9 +149,7 @@ def test_what_cannot_be_installed_is_told_in_a_line(
         install_heads(str(tiny.model), made)
 
 
-def test_a_training_installs_its_heads_and_says_how_they_are_used(
-    tiny: Tiny, tmp_path: Path, cache: Path, capsys
-) -> None:
+def test_a_training_installs_its_heads_and_says_how_they_are_used(tiny, tmp_path, cache, capsys):
     out = tmp_path / "out"
     train = (
         f"train --model {tiny.model} --corpus {tiny.corpus} --seq-len 64 --steps 1 --alpha-tokens "

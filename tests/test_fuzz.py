@@ -22,7 +22,7 @@ from tswift.models.checkpoint import Checkpoint, stored_tensors
 from tswift.speculators.heads_files import load_heads
 
 
-def refused(read: Callable[[], object], path: Path) -> None:
+def refused(read: Callable[[], object], path: Path):
     """Read; what is not read must be refused with an option or the file's name, in words."""
     error = None
     try:
@@ -35,7 +35,7 @@ def refused(read: Callable[[], object], path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def here(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzzed")
 
 
@@ -70,16 +70,14 @@ WHOLE = [
         ],
     ),
 )
-def test_damaged_files(
-    model: Path, checkpoint: Path, name: str, read: Callable[[Path], object]
-) -> None:
+def test_damaged_files(model, checkpoint, name, read):
     path = model / name
     made = encode(make_measurement(repeats=2)).encode() if name == "bench.json" else None
     whole = made or (checkpoint / name).read_bytes()
 
     @fuzzed
     @given(done=damage() if name.endswith(".safetensors") else json_damage())
-    def check(done: Callable[[bytes], bytes]) -> None:
+    def check(done):
         path.write_bytes(done(whole))
         refused(lambda: read(path), path)
 

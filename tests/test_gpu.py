@@ -73,7 +73,7 @@ def core_missing(model: LoadedModel) -> str:
 
 
 @cuda_only
-def test_nothing_of_the_core_is_done_without() -> None:
+def test_nothing_of_the_core_is_done_without():
     model = bundled("bfloat16", draft=True)
     # the first one's graphs are gone by the second
     twice = [demo_text(model, "tokenswift", 60) for _ in range(2)]
@@ -82,7 +82,7 @@ def test_nothing_of_the_core_is_done_without() -> None:
 
 
 @cuda_only
-def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
+def test_a_model_of_8b_writes_the_same_text_by_every_method():
     """Random weights in the shape of Llama 3.1 8B: its layers,
     kernels and widths are those of the real one.
     """
@@ -99,7 +99,7 @@ def test_a_model_of_8b_writes_the_same_text_by_every_method() -> None:
 
 
 @cuda_only
-def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16() -> None:
+def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16():
     """Passes have one width, so nothing rounds otherwise;
     and the audit sees through another seed's text.
     """
@@ -144,7 +144,7 @@ def on_device(*shape, dtype: torch.dtype, sharp: float = 4.0):
 
 
 @pytest.mark.parametrize("form", [(4, 32, True), (8, 16, False), (4, 32, False), (8, 32, True)])
-def test_products_of_codes_against_float64(form: tuple[int, int, bool]) -> None:
+def test_products_of_codes_against_float64(form):
     """And a row has the same bits alone and among any others."""
     pytest.importorskip("tswift.forward.cuda.code_kernels", reason="triton is not installed")
     bits, block, minima = form
@@ -171,7 +171,7 @@ def codes_of(keys: torch.Tensor, values: torch.Tensor) -> FullKV:
 
 
 @pytest.mark.parametrize(("prefix", "nodes"), [(20_000, 1), (100_000, 32)])
-def test_triton_over_codes_against_float64(triton_attention, prefix, nodes) -> None:
+def test_triton_over_codes_against_float64(triton_attention, prefix, nodes):
     """And the kernel that stores them makes PyTorch's, to the bit."""
     shape = (1, 4, 16) if DRY else LAYOUTS["llama3.1-8b"]
     prefix, nodes = (prefix // 500, min(nodes, 9)) if DRY else (prefix, nodes)
@@ -190,7 +190,7 @@ def test_triton_over_codes_against_float64(triton_attention, prefix, nodes) -> N
 
 
 @cuda_only
-def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attention) -> None:
+def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attention):
     """Alone, with its path committed, and in trees."""
     for start, nodes in ((510, 4), (4094, 33), (20_000, 64)):
         query, keys, values, _, scale = on_device(2, 4, 128, start, nodes, dtype=torch.bfloat16)
@@ -210,7 +210,7 @@ def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attent
 
 
 @cuda_only
-def test_every_method_writes_the_text_of_plain_decoding_over_codes() -> None:
+def test_every_method_writes_the_text_of_plain_decoding_over_codes():
     model = tswift.load("demo", device=DEVICE, dtype="bfloat16", kv_dtype="int8")
     assert not core_missing(model)
     assert (model.about()["kv_dtype"], model.target.kv_shape.apart) == ("int8", True)
@@ -223,7 +223,7 @@ def test_every_method_writes_the_text_of_plain_decoding_over_codes() -> None:
 
 
 @pytest.mark.parametrize("method", SOME[1:])
-def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method: str) -> None:
+def test_the_bundled_model_writes_the_text_of_plain_decoding_in_float32(method):
     model = bundled(FLOAT, draft=True)
     plain = plain_text()
     assert len(plain) == TEXT
@@ -238,9 +238,7 @@ def plain_text() -> list[int]:
 @cuda_only
 @pytest.mark.parametrize("without", ["graphs", "programs"])
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_replayed_programs_write_the_text_of_others(
-    method: str, without: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_programs_write_the_text_of_others(method, without, monkeypatch):
     """Of the same programs without graphs, and of steps that the host takes launch by launch."""
     model = bundled("bfloat16", draft=True)
     replayed = demo_text(model, method, 500)
@@ -268,7 +266,7 @@ def error_of(
 @cuda_only
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @torch.inference_mode()
-def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None:
+def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype):
     """Captured at one length, replayed at others;
     storing the new keys and values is part of the graph.
     """
@@ -283,7 +281,7 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
         Layout(8, 4, dtype, query.device), length, nodes, ancestors
     )
 
-    def step() -> torch.Tensor:
+    def step():
         triton_attention.TritonAttention.store(*wholes, new_keys, new_values, length)
         return run(query, *wholes, scale)
 
@@ -307,7 +305,7 @@ def test_triton_in_a_graph_serves_other_lengths(triton_attention, dtype) -> None
         assert error(out, exact) < TRITON_TOLERANCE[dtype]
 
 
-def test_the_noise_has_the_same_bits_everywhere() -> None:
+def test_the_noise_has_the_same_bits_everywhere():
     tokens = torch.arange(5000)
     assert torch.equal(
         noise_bits(7, range(40), tokens), noise_bits(7, range(40), tokens.to(DEVICE)).cpu()
@@ -329,7 +327,7 @@ def test_the_noise_has_the_same_bits_everywhere() -> None:
         ("qwen2.5-7b", torch.float16, 20_000, 18),
     ],
 )
-def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -> None:
+def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes):
     kv_heads, group, size = LAYOUTS[model]
     if DRY and (nodes > 18 or prefix == 20_000):
         pytest.skip("interpreted kernels are slow")
@@ -345,7 +343,7 @@ def test_triton_against_float64(triton_attention, model, dtype, prefix, nodes) -
 
 @cuda_only
 @pytest.mark.parametrize("start", [250, 510, 4094, 20_000])
-def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start) -> None:
+def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start):
     """Of up to 64 nodes, some of which have programs of another layout."""
 
     def made(*shape):
@@ -369,7 +367,7 @@ def test_triton_gives_a_row_the_same_bits_in_every_pass(triton_attention, start)
 
 
 @pytest.mark.parametrize("nodes", [1, 41])
-def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
+def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes):
     # interpreted kernels are slow
     shape, prefix = ((2, 2, 16), 300) if DRY else ((8, 4, 128), 5000)
     query, keys, values, ancestors, scale = on_device(
@@ -384,7 +382,7 @@ def test_triton_windows_soft_caps_and_sinks(triton_attention, nodes) -> None:
 
 
 @cuda_only
-def test_triton_never_waits_for_the_device(triton_attention) -> None:
+def test_triton_never_waits_for_the_device(triton_attention):
     query, keys, values, ancestors, scale = on_device(2, 6, 128, 5000, 41, dtype=torch.bfloat16)
     layout = Layout(2, 6, torch.bfloat16, query.device)
     length = torch.tensor(5000, device="cuda")
@@ -399,13 +397,13 @@ def test_triton_never_waits_for_the_device(triton_attention) -> None:
 
 
 @cuda_only
-def test_triton_reads_a_chunk_of_the_prompt(triton_attention) -> None:
+def test_triton_reads_a_chunk_of_the_prompt(triton_attention):
     shape = triton_attention.TritonAttention, (8, 4, 128), 8192, 512, torch.bfloat16
     assert error_of(*shape, sharp=1.0, tree=False) < TRITON_TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(dtype):
     """With PyTorch's attention, and no graphs."""
     target = Target(deepcopy(tiny_llama("gqa", dtype)).to(DEVICE))
     heads = deepcopy(tiny_heads(dtype)).to(DEVICE)
@@ -432,7 +430,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     ("size", "dtype"), [*((size, torch.bfloat16) for size in (64, 80, 256)), (96, torch.float16)]
 )
-def test_triton_head_sizes(triton_attention, size, dtype) -> None:
+def test_triton_head_sizes(triton_attention, size, dtype):
     for tree in (True, False):
         shape = triton_attention.TritonAttention, (2, 3, size), 3000, 128, dtype
         assert error_of(*shape, sharp=1.0, tree=tree) < TRITON_TOLERANCE[dtype]
@@ -441,7 +439,7 @@ def test_triton_head_sizes(triton_attention, size, dtype) -> None:
 @cuda_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model", LAYOUTS)
-def test_flash_against_float64(model, dtype) -> None:
+def test_flash_against_float64(model, dtype):
     pytest.importorskip("flash_attn", reason="flash-attn is not installed")
     from tswift.attention.sdpa import FlashAttention
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.house import PARAMETERS, asked, circles, command_of, stops
@@ -13,20 +11,18 @@ MOST = 6  # functions that hold a parameter on its way
 DEVICES, RUNNERS = 67, 13
 
 
-def test_modules_import_each_other_in_no_circle() -> None:
+def test_modules_import_each_other_in_no_circle():
     assert circles() == []
 
 
-def test_what_is_decided_once_is_asked_seldom() -> None:
+def test_what_is_decided_once_is_asked_seldom():
     assert asked(r"device\.type\b") <= DEVICES
     assert asked(r"target\.replays\b|\brunner\.", but="forward/") <= RUNNERS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_a_parameter_has_a_short_way(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_parameter_has_a_short_way(name, tmp_path, capsys):
     passed = stops(PARAMETERS[name], command_of(str(tmp_path)))
     capsys.readouterr()  # the text
     assert len(passed) <= MOST, passed

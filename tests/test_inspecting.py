@@ -43,7 +43,7 @@ def bytes_of(module: torch.nn.Module | None) -> int:
         ({"num_key_value_heads": 1, "head_dim": 16}, "float64"),
     ],
 )
-def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> None:
+def test_a_folder(tmp_path, changes, dtype):
     model = str(make_checkpoint(tmp_path / "m", **changes))
     seen = plan_model(ModelConfig(model=model, dtype=dtype))
     loaded = load(model, dtype=dtype)
@@ -57,7 +57,7 @@ def test_a_folder(tmp_path: Path, changes: dict[str, object], dtype: str) -> Non
 
 
 @pytest.mark.parametrize("heads", [None, *HEAD_TYPES])
-def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
+def test_a_shape(tiny_shapes, heads):
     for model in ("shape:tiny", "shape:tied"):
         seen = plan_model(ModelConfig(model=model, heads=heads))
         loaded = load(model, heads=heads)
@@ -70,7 +70,7 @@ def test_a_shape(tiny_shapes: None, heads: str | None) -> None:
         assert seen.kv_shape.bytes_per_token == loaded.target.kv_shape.bytes_per_token
 
 
-def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path: Path) -> None:
+def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path):
     """At least one: no more may be taken for granted."""
     from transformers import GPTNeoXConfig
 
@@ -142,13 +142,13 @@ CONFIGS = {
 
 
 @every_row("name", CONFIGS)
-def test_configurations(name: str) -> None:
+def test_configurations(name):
     config, positions = CONFIGS[name]
     assert max_positions(config) == positions
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_as_it_stands_in_a_file(tmp_path, key: str) -> None:  # type: ignore[no-untyped-def]
+def test_as_it_stands_in_a_file(tmp_path, key):
     """Qwen2.5's model card: add this to config.json."""
     config = Qwen2Config(max_position_embeddings=32_768).to_dict()
     config.pop("rope_parameters")
@@ -158,7 +158,7 @@ def test_as_it_stands_in_a_file(tmp_path, key: str) -> None:  # type: ignore[no-
     assert max_positions(AutoConfig.from_pretrained(tmp_path)) == 131_072
 
 
-def test_a_window_beyond_the_maximum_that_is_named_is_seen() -> None:
+def test_a_window_beyond_the_maximum_that_is_named_is_seen():
     from transformers import MistralConfig, MistralForCausalLM
 
     config = MistralConfig(
@@ -185,7 +185,7 @@ STAT = "anon 100\nfile 900\ninactive_anon 1\nactive_anon 2\ninactive_file 300\na
 ALL = 8_192_000_000
 
 
-def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> int | None:
+def left(monkeypatch, root: Path, files: dict[str, str]) -> int | None:
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -193,7 +193,7 @@ def left(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, str]) -> 
     return available_bytes(CPU)
 
 
-def test_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine(monkeypatch, tmp_path):
     assert left(monkeypatch, tmp_path, {}) is None
     assert left(monkeypatch, tmp_path, {"proc/meminfo": "MemTotal: 5 kB\n"}) is None
     assert left(monkeypatch, tmp_path, {"proc/meminfo": MEMORY}) == ALL
@@ -221,9 +221,7 @@ def test_a_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"jobs/two": ("5000", "1000")}, ALL),
     ],
 )
-def test_version_2(
-    monkeypatch, tmp_path: Path, limits: dict[str, tuple[str, str]], expected: int
-) -> None:
+def test_version_2(monkeypatch, tmp_path, limits, expected):
     files = {"proc/meminfo": MEMORY, "proc/self/cgroup": "0::/jobs/one\n"}
     for group, told in limits.items():
         names = zip(("memory.max", "memory.current", "memory.stat"), (*told, STAT), strict=True)
@@ -236,7 +234,7 @@ def test_version_2(
 )
 # in a container, what the process is told is not what it sees
 @pytest.mark.parametrize("group", ["docker/abc", ""])
-def test_version_1(monkeypatch, tmp_path: Path, limit: int, expected: int, group: str) -> None:
+def test_version_1(monkeypatch, tmp_path, limit, expected, group):
     folder = f"sys/fs/cgroup/memory/{group}"
     files = {
         "proc/meminfo": MEMORY,
@@ -257,9 +255,7 @@ def test_version_1(monkeypatch, tmp_path: Path, limit: int, expected: int, group
         ("avx2 avx512f avx512_vnni avx512_bf16 amx_int8", "AVX-512 VNNI BF16 AMX"),
     ],
 )
-def test_a_processor_is_named_with_what_it_computes_with(
-    flags: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_is_named_with_what_it_computes_with(flags, words, monkeypatch):
     first = "model name\t: Intel(R) Xeon(R) Processor\ncpu family\t: 6\nmodel\t\t: 143\n"
     assert named(monkeypatch, f"{first}flags\t\t: fpu {flags}\n\n{first}") == (
         f"Intel Xeon (family 6 model 143), {words}"
@@ -269,7 +265,7 @@ def test_a_processor_is_named_with_what_it_computes_with(
 PROCESSOR = machine.processor.__wrapped__
 
 
-def named(monkeypatch: pytest.MonkeyPatch, told: str) -> str:
+def named(monkeypatch, told: str) -> str:
     """A processor by what Linux, or else macOS, says of it."""
     text = "" if told.startswith("hw.") else told
     monkeypatch.setattr(Path, "read_text", lambda path: text)
@@ -278,7 +274,7 @@ def named(monkeypatch: pytest.MonkeyPatch, told: str) -> str:
     return machine._cpu_name()
 
 
-def test_an_arm_processor_is_named_by_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_processor_is_named_by_its_part(monkeypatch):
     told = "Features\t: fp asimd asimddp bf16\nCPU implementer\t: 0x41\nCPU part\t: 0xd40\n"
     assert named(monkeypatch, told) == "ARM 0x41 0xd40, NEON DotProd BF16"
     apples = (

@@ -37,7 +37,7 @@ from tswift.speculators.heads import ConditionedHeads
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64", "bfloat16"])
-def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
+def test_loads_a_folder(checkpoint, dtype):
     loaded = load(str(checkpoint), device="cpu", dtype=dtype)
     expected = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     assert loaded.target.dtype == expected
@@ -66,13 +66,11 @@ def test_loads_a_folder(checkpoint: Path, dtype: str) -> None:
         ),
     ],
 )
-def test_names_of_dtypes(name: str | torch.dtype, dtype: torch.dtype) -> None:
+def test_names_of_dtypes(name, dtype):
     assert find_dtype(name) == dtype
 
 
-def test_a_dtype_that_is_not_the_checkpoints_is_said(
-    checkpoint: Path, tmp_path: Path, tiny_shapes: None
-) -> None:
+def test_a_dtype_that_is_not_the_checkpoints_is_said(checkpoint, tmp_path, tiny_shapes):
     model = changed(checkpoint, tmp_path / "m", dtype="bfloat16")
     for dtype, note in (
         ("auto", ", checkpoint in bfloat16"),
@@ -92,7 +90,7 @@ def test_a_dtype_that_is_not_the_checkpoints_is_said(
 
 
 @pytest.mark.slow
-def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
+def test_yarn_serves_more_positions(checkpoint, tmp_path):
     loaded = load(str(checkpoint), device="cpu", dtype="float64", yarn=4, exact=False)
     assert loaded.target.max_positions == 4 * 4096
     assert loaded.remarks().endswith("4 times its positions by YaRN")
@@ -119,9 +117,7 @@ def test_yarn_serves_more_positions(checkpoint: Path, tmp_path: Path) -> None:
     refuse(str(checkpoint), "yarn: must be above 1 and at most 1,024, got 1$", "yarn", yarn=1)
 
 
-def test_close_names_are_suggested(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_names_are_suggested(checkpoint, tmp_path, monkeypatch):
     shutil.copytree(checkpoint, tmp_path / "my-llama")
     (tmp_path / "my-lame").mkdir()  # no model
     monkeypatch.chdir(tmp_path)
@@ -145,7 +141,7 @@ def test_close_names_are_suggested(
     refuse("my-llama", "there is no file x.bin$", "heads", heads="x.bin")
 
 
-def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Path) -> None:
+def test_heads_beside_the_model_of_a_kind_or_none(checkpoint, tmp_path):
     model = changed(checkpoint, tmp_path / "m")
     own = tmp_path / "m" / "heads.safetensors"
     ConditionedHeads(32, 2).save(tmp_path / "m" / "heads-conditioned.safetensors")
@@ -166,9 +162,7 @@ def test_heads_beside_the_model_of_a_kind_or_none(checkpoint: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("draft_weights", [None, "auto"])
-def test_a_command_finds_a_model_once_and_draws_it_once(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, draft_weights: str | None
-) -> None:
+def test_a_command_finds_a_model_once_and_draws_it_once(checkpoint, monkeypatch, draft_weights):
     made: list[str] = []
     for name in ("find_source", "skeleton"):
         right = getattr(module, name)
@@ -182,7 +176,7 @@ def test_a_command_finds_a_model_once_and_draws_it_once(
     assert sorted(made) == ["find_source", "skeleton"]
 
 
-def test_a_model_that_nobody_has_any_more_is_free(checkpoint: Path) -> None:
+def test_a_model_that_nobody_has_any_more_is_free(checkpoint):
     """Memory of a copy that is not used must be there for what is loaded next."""
     gc.disable()
     try:
@@ -192,7 +186,7 @@ def test_a_model_that_nobody_has_any_more_is_free(checkpoint: Path) -> None:
         gc.enable()
 
 
-def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
+def test_rotary_embeddings_of_some_layers_only(tmp_path):
     """Gemma 3 has them by the type of the layer."""
     ropes = {
         "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
@@ -203,9 +197,7 @@ def test_rotary_embeddings_of_some_layers_only(tmp_path: Path) -> None:
         _ = Checkpoint.find(str(tmp_path)).config
 
 
-def test_a_tokenizer_with_another_limit(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_with_another_limit(checkpoint, tmp_path, capfd):
     model = changed(checkpoint, tmp_path / "m")
     path = tmp_path / "m" / "tokenizer_config.json"
     config = read_json(path)
@@ -220,7 +212,7 @@ def test_a_tokenizer_with_another_limit(
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory) -> Path:
     """A model with the vocabulary of ``checkpoint``, half as wide."""
     changes = {
         "hidden_size": 16,
@@ -234,7 +226,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_draft_model_comes_as_the_target_does(checkpoint: Path, small: Path, dtype: str) -> None:
+def test_a_draft_model_comes_as_the_target_does(checkpoint, small, dtype):
     loaded = load(
         str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small), draft_weights="none"
     )
@@ -246,9 +238,7 @@ def test_a_draft_model_comes_as_the_target_does(checkpoint: Path, small: Path, d
     assert loaded.about()["draft"] == {"name": str(small)}
 
 
-def test_a_draft_model_without_a_tokenizer_or_of_a_shape(
-    checkpoint: Path, small: Path, tmp_path: Path, tiny_shapes: None
-) -> None:
+def test_a_draft_model_without_a_tokenizer_or_of_a_shape(checkpoint, small, tmp_path, tiny_shapes):
     folder = shutil.copytree(small, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
     for model, draft in (
         (str(checkpoint), str(folder)),
@@ -263,9 +253,9 @@ def test_a_draft_model_without_a_tokenizer_or_of_a_shape(
         )
 
 
-def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> None:
-    def refuse_draft(draft: object, match: str) -> None:
-        refuse(str(checkpoint), match, "draft_model", draft_model=draft)  # type: ignore[arg-type]
+def test_what_cannot_draft(checkpoint, small, tmp_path):
+    def refuse_draft(draft, match):
+        refuse(str(checkpoint), match, "draft_model", draft_model=draft)
 
     refuse_draft(
         str(make_checkpoint(tmp_path / "n", vocab_size=321)), "has a vocabulary of 321, .* has 320$"
@@ -290,15 +280,13 @@ def test_what_cannot_draft(checkpoint: Path, small: Path, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> None:
+def online(monkeypatch):
     """As far as anybody has said; nothing listens there."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
 
 
-def test_a_hub_that_cannot_be_reached_is_not_tried_again(
-    online: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hub_that_cannot_be_reached_is_not_tried_again(online, capfd):
     verbosity = hub_logging.get_verbosity()
     began = time.monotonic()
     with hub():
@@ -312,7 +300,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again(
     assert capfd.readouterr().err == ""
 
 
-def test_no_product_on_cuda_has_fewer_digits_than_its_numbers() -> None:
+def test_no_product_on_cuda_has_fewer_digits_than_its_numbers():
     """Though the environment of an image for GPUs says so:
     rotary positions beyond 2,048 would be rounded.
     """

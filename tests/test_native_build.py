@@ -8,7 +8,6 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ pytestmark = needs_program
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch, tmp_path: Path):
+def _fresh(monkeypatch, tmp_path):
     """An empty cache, none in its place, and nothing loaded before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "temporary").mkdir()
@@ -41,13 +40,13 @@ def _fresh(monkeypatch, tmp_path: Path):
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path) -> Path:
     path = tmp_path / "answer.c"
     path.write_text("int answer(void) { return ANSWER; }\n")
     return path
 
 
-def kept(tmp_path: Path) -> list[Path]:
+def kept(tmp_path) -> list[Path]:
     """The libraries in the cache, each of which has its hash beside it, and nothing else."""
     libraries = sorted((tmp_path / "cache" / "tswift").glob("*.so"))
     hashes = [library.with_suffix(".sha256") for library in libraries]
@@ -55,7 +54,7 @@ def kept(tmp_path: Path) -> list[Path]:
     return libraries
 
 
-def in_its_place(tmp_path: Path) -> Path:
+def in_its_place(tmp_path) -> Path:
     """Where what is compiled is kept if the user's cache folder does not serve."""
     return tmp_path / "temporary" / f"tswift-{os.geteuid()}"
 
@@ -66,21 +65,21 @@ def again(source: Path, *defined: str) -> int:
     return build(source, *defined).answer()
 
 
-def no_compiler(monkeypatch) -> None:
-    def refuse(command: list[str]) -> None:
+def no_compiler(monkeypatch):
+    def refuse(command: list[str]):
         raise AssertionError(f"compiled again: {command}")
 
     monkeypatch.setattr(native_build, "_compile", refuse)
 
 
-def test_it_is_compiled_once(monkeypatch, tmp_path: Path, source: Path) -> None:
+def test_it_is_compiled_once(monkeypatch, tmp_path, source):
     assert again(source, "ANSWER=42") == 42
     assert [path.name.split("-")[0] for path in kept(tmp_path)] == ["answer"]
     no_compiler(monkeypatch)
     assert again(source, "ANSWER=42") == 42
 
 
-def test_another_macro_or_text_is_another_library(tmp_path: Path, source: Path) -> None:
+def test_another_macro_or_text_is_another_library(tmp_path, source):
     assert [again(source, "ANSWER=42"), again(source, "ANSWER=43")] == [42, 43]
     source.write_text("int answer(void) { return ANSWER + 1; }\n")
     assert again(source, "ANSWER=42") == 43
@@ -96,9 +95,7 @@ DAMAGES = {  # half of a library comes last: who loads it crashes
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_library_that_does_not_fit_its_hash_is_not_loaded(
-    tmp_path: Path, source: Path, damage: str
-) -> None:
+def test_a_library_that_does_not_fit_its_hash_is_not_loaded(tmp_path, source, damage):
     assert again(source, "ANSWER=6") == 6
     (path,) = kept(tmp_path)
     sound = path.read_bytes()
@@ -111,9 +108,7 @@ def test_a_library_that_does_not_fit_its_hash_is_not_loaded(
 
 
 @pytest.mark.parametrize("left", [None, b"", b"\xff"])
-def test_a_library_without_a_sound_hash_is_made_anew(
-    tmp_path: Path, source: Path, left: bytes | None
-) -> None:
+def test_a_library_without_a_sound_hash_is_made_anew(tmp_path, source, left):
     """As after a power cut between the two."""
     assert again(source, "ANSWER=6") == 6
     (path,) = kept(tmp_path)
@@ -125,19 +120,17 @@ def test_a_library_without_a_sound_hash_is_made_anew(
     assert digest.read_bytes() == sound
 
 
-def test_content_is_on_the_disk_before_it_has_its_name(
-    monkeypatch, tmp_path: Path, source: Path
-) -> None:
+def test_content_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path, source):
     """Otherwise a power cut leaves the name with half a library, which crashes who runs it."""
     synced: set[int] = set()
     sync = os.fsync
     replace = Path.replace
 
-    def noted(descriptor: int) -> None:
+    def noted(descriptor):
         synced.add(os.fstat(descriptor).st_ino)
         sync(descriptor)
 
-    def checked(self: Path, target: Path) -> Path:
+    def checked(self, target):
         assert self.stat().st_ino in synced, f"{target.name} was not written through"
         return replace(self, target)
 
@@ -147,27 +140,27 @@ def test_content_is_on_the_disk_before_it_has_its_name(
     assert len(kept(tmp_path)) == 1
 
 
-def test_the_cache_folder_is_private(tmp_path: Path) -> None:
+def test_the_cache_folder_is_private(tmp_path):
     assert cache_folder() == tmp_path / "cache" / "tswift"
     assert stat.S_IMODE((tmp_path / "cache" / "tswift").stat().st_mode) == 0o700
 
 
-def writable_by_others(cache: Path) -> None:
+def writable_by_others(cache: Path):
     (cache / "tswift").mkdir(parents=True)
     (cache / "tswift").chmod(0o777)
 
 
-def in_a_folder_where_others_rename(cache: Path) -> None:
+def in_a_folder_where_others_rename(cache: Path):
     cache.mkdir()
     cache.chmod(0o777)
 
 
-def a_link(cache: Path) -> None:
+def a_link(cache: Path):
     (cache / "elsewhere").mkdir(parents=True)
     (cache / "tswift").symlink_to(cache / "elsewhere")
 
 
-def anothers(cache: Path) -> None:
+def anothers(cache: Path):
     if os.geteuid():
         pytest.skip("only root can give a folder away")
     (cache / "tswift").mkdir(parents=True)
@@ -177,9 +170,7 @@ def anothers(cache: Path) -> None:
 @pytest.mark.parametrize(
     "unsafe", [writable_by_others, in_a_folder_where_others_rename, a_link, anothers]
 )
-def test_code_that_others_could_plant_is_not_loaded(
-    monkeypatch, tmp_path: Path, source: Path, unsafe: Callable[[Path], None]
-) -> None:
+def test_code_that_others_could_plant_is_not_loaded(monkeypatch, tmp_path, source, unsafe):
     unsafe(tmp_path / "cache")
     assert cache_folder() == in_its_place(tmp_path)
     assert stat.S_IMODE(in_its_place(tmp_path).stat().st_mode) == 0o700
@@ -188,9 +179,7 @@ def test_code_that_others_could_plant_is_not_loaded(
     assert again(source, "ANSWER=6") == 6
 
 
-def test_where_neither_folder_is_the_users_nothing_is_kept(
-    monkeypatch, tmp_path: Path, source: Path
-) -> None:
+def test_where_neither_folder_is_the_users_nothing_is_kept(monkeypatch, tmp_path, source):
     for unsafe in (tmp_path / "cache" / "tswift", in_its_place(tmp_path)):
         unsafe.mkdir(parents=True)
         unsafe.chmod(0o777)
@@ -199,7 +188,7 @@ def test_where_neither_folder_is_the_users_nothing_is_kept(
 
 
 @pytest.mark.parametrize("blocked", ["a file", "no permission"])
-def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path, blocked: str) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path, source, blocked):
     if blocked == "a file":
         (tmp_path / "cache").write_text("")
     else:
@@ -221,7 +210,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path, blocked: s
         ("sh -c 'echo broken >&2; echo more >&2; exit 3'", "needs another C compiler: broken"),
     ],
 )
-def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, line: str) -> None:
+def test_compilers_that_do_not_serve(monkeypatch, source, compiler, line):
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(Unbuilt) as caught:
         build(source, "ANSWER=1")
@@ -240,8 +229,8 @@ def test_compilers_that_do_not_serve(monkeypatch, source: Path, compiler: str, l
     ],
 )
 def test_where_there_is_none_the_command_that_mends_it_is_told(
-    monkeypatch, tmp_path: Path, source: Path, tool: str, how: str
-) -> None:
+    monkeypatch, tmp_path, source, tool, how
+):
     (tmp_path / tool).mkdir()
     (tmp_path / tool / tool).touch(0o700)
     monkeypatch.setenv("PATH", str(tmp_path / tool))
@@ -268,9 +257,7 @@ os.execvp("cc", ["cc", *given[5:]])
 """
 
 
-def test_where_there_is_none_that_of_a_package_serves(
-    monkeypatch, tmp_path: Path, source: Path
-) -> None:
+def test_where_there_is_none_that_of_a_package_serves(monkeypatch, tmp_path, source):
     """It keeps what it makes where nobody else can write, and nothing of that stays."""
     log = tmp_path / "log"
     (tmp_path / "site" / "ziglang").mkdir(parents=True)
@@ -296,7 +283,7 @@ def test_where_there_is_none_that_of_a_package_serves(
 
 
 @pytest.mark.slow
-def test_zigs_compiler_makes_what_loads(monkeypatch, source: Path) -> None:
+def test_zigs_compiler_makes_what_loads(monkeypatch, source):
     pytest.importorskip("ziglang")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
@@ -308,9 +295,7 @@ def test_zigs_compiler_makes_what_loads(monkeypatch, source: Path) -> None:
 
 @needs_program
 @pytest.mark.filterwarnings("ignore::tswift.errors.SlowWarning")
-def test_a_compiler_that_takes_its_time_is_waited_for_and_then_done_without(
-    monkeypatch, source: Path
-) -> None:
+def test_a_compiler_that_takes_its_time_is_waited_for_and_then_done_without(monkeypatch, source):
     monkeypatch.setattr(native_build, "_QUIET", 0.05)
     monkeypatch.setenv("CC", "sh -c 'sleep 0.3; exec cc \"$@\"' cc")
     with pytest.warns(SlowWarning, match=r"^a C program is compiled, once; after 0.05 s"):
@@ -323,11 +308,11 @@ def test_a_compiler_that_takes_its_time_is_waited_for_and_then_done_without(
     assert (source.parent / "tries").read_text() == "\n"  # not again without the options
 
 
-def test_options_that_the_compiler_refuses_are_left_out(source: Path) -> None:
+def test_options_that_the_compiler_refuses_are_left_out(source):
     assert build(source, "ANSWER=7", options=("-mno-such-vectors",)).answer() == 7
 
 
-def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
+def test_without_a_compiler_the_stock_operators_serve(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     assert choose("auto", torch.float32, CPU) == "sdpa"
     assert why_not("native", torch.float32, CPU) == (
@@ -337,14 +322,12 @@ def test_without_a_compiler_the_stock_operators_serve(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_models_own_head_size_is_built_before_it_is_loaded(
-    monkeypatch, tmp_path: Path, broken: bool
-) -> None:
+def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_path, broken):
     """And no other; where that fails it is told, and not found out in a pass."""
     built = []
     compiled = native_build._compile
 
-    def noted(command: list[str]) -> None:
+    def noted(command):
         built.extend(word for word in command if "WIDTH" in word)
         if broken:
             raise Unbuilt("needs another C compiler: broken")
@@ -361,7 +344,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(
 
 
 @every_row(("machine", "capability"), [("riscv64", "DEFAULT"), ("x86_64", "DEFAULT")])
-def test_other_processors(monkeypatch, source: Path, machine: str, capability: str) -> None:
+def test_other_processors(monkeypatch, source, machine, capability):
     monkeypatch.setattr(native_build, "architecture", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     with pytest.raises(Unbuilt, match="needs an x86 processor with AVX2 or a 64-bit ARM processor"):
@@ -379,12 +362,10 @@ def test_other_processors(monkeypatch, source: Path, machine: str, capability: s
         ),
     ],
 )
-def test_an_arm_processor_has_flags_of_its_own(
-    monkeypatch, source: Path, compiler: str, features: set[str], dots: dict[str, list[str]]
-) -> None:
+def test_an_arm_processor_has_flags_of_its_own(monkeypatch, source, compiler, features, dots):
     given = []
 
-    def noted(command: list[str]) -> None:
+    def noted(command):
         given.extend(command)
         raise Unbuilt("no more")
 
@@ -402,9 +383,7 @@ def test_an_arm_processor_has_flags_of_its_own(
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
-def test_a_missing_compiler_is_told_once_where_it_costs_much(
-    monkeypatch, tmp_path: Path, weights: str | None
-) -> None:
+def test_a_missing_compiler_is_told_once_where_it_costs_much(monkeypatch, tmp_path, weights):
     monkeypatch.setenv("CC", "no-such-compiler")
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     with pytest.warns(SlowWarning, match="needs a C compiler") as told:
@@ -416,10 +395,10 @@ def test_a_missing_compiler_is_told_once_where_it_costs_much(
     ]
 
 
-def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path: Path) -> None:
+def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
     class Opened(BaseException): ...
 
-    def opened(*given: object) -> None:
+    def opened(*given):
         raise Opened
 
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -430,9 +409,7 @@ def test_it_is_told_before_anything_is_loaded(monkeypatch, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("asked", [{"attention": "sdpa"}, {"dtype": "float64"}])
-def test_where_a_compiler_changes_little_nothing_is_told(
-    monkeypatch, recwarn, tmp_path: Path, asked: dict[str, str]
-) -> None:
+def test_where_a_compiler_changes_little_nothing_is_told(monkeypatch, recwarn, tmp_path, asked):
     monkeypatch.setenv("CC", "no-such-compiler")
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     load(str(checkpoint), **{"device": "cpu", "dtype": "float32", **asked})

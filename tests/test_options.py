@@ -49,7 +49,7 @@ class Example:
     endless: float = option(1.0, "Any.", least=0)
     hidden: int = 7  # no option
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         check_options(self)
 
 
@@ -78,18 +78,18 @@ class Example:
         ({"some": (1, 0)}, "some: must be at least 1, got 0"),
     ],
 )
-def test_a_wrong_value_is_named(values: dict[str, object], message: str) -> None:
+def test_a_wrong_value_is_named(values, message):
     with refused() as caught:
-        Example(**values)  # type: ignore[arg-type]
+        Example(**values)
     assert str(caught.value) == message
 
 
-def test_right_values_pass() -> None:
+def test_right_values_pass():
     Example()
     Example(count=9, share=0.99, large=1 << 40, name="second", flag=False, some=())
 
 
-def test_the_help_says_the_default() -> None:
+def test_the_help_says_the_default():
     said = [described(each.default, carried) for each, carried in options_of(Example)]
     assert said == [
         "How many. (default: 3)",
@@ -103,13 +103,13 @@ def test_the_help_says_the_default() -> None:
 
 
 @every_row("kind", KINDS)
-def test_every_option_says_what_it_is_and_its_default_is_in_range(kind: type) -> None:
+def test_every_option_says_what_it_is_and_its_default_is_in_range(kind):
     for each, carried in options_of(kind):
         assert carried.help.endswith((".", "...")), each.name
     kind()
 
 
-def test_a_filter_says_what_turns_it_off() -> None:
+def test_a_filter_says_what_turns_it_off():
     carried = {each.name: one for each, one in options_of(SamplingParams)}
     assert {name: carried[name].off for name in ("min_p", "eta", "top_k", "top_p")} == {
         **{"min_p": 0.0, "eta": 0.0, "top_k": 0, "top_p": 1.0}
@@ -117,17 +117,17 @@ def test_a_filter_says_what_turns_it_off() -> None:
     assert carried["penalty"].off is None
 
 
-def test_numbers() -> None:
+def test_numbers():
     assert parse_numbers("1000,20_000") == (1000, 20_000)
     with refused("wants numbers and commas, got '1,x'"):
         parse_numbers("1,x")
 
 
-def test_other_parameters_are_flags_on_the_command_line_alone() -> None:
+def test_other_parameters_are_flags_on_the_command_line_alone():
     from tswift.cli.app import app
     from tswift.cli.options import as_typed
 
-    generate = get_command(app).commands["generate"].params  # type: ignore[attr-defined]
+    generate = get_command(app).commands["generate"].params
     with refused(r"^gamma: cannot be given together with tree$") as caught:
         DraftOptions(tree=(1, 2), gamma=2)
     assert as_typed(caught.value, generate) == "--gamma: cannot be given together with --tree"
@@ -142,7 +142,7 @@ class Whole:
     given: frozenset[str] = given_names()
 
 
-def test_options_of_parts_go_by_their_names() -> None:
+def test_options_of_parts_go_by_their_names():
     made = changed(Whole(), {"count": 5, "more": 0})
     assert (made.example, made.more, made.given) == (Example(count=5), 0, {"count", "more"})
     other = changed(made, {"share": 0.25, "more": 2})
@@ -155,7 +155,7 @@ def test_options_of_parts_go_by_their_names() -> None:
         changed(made, {"count": 10})
 
 
-def test_what_was_given_counts_although_it_is_the_default() -> None:
+def test_what_was_given_counts_although_it_is_the_default():
     made = changed(Whole(), {"count": 3, "share": 0.25})
     assert given_options(made.example, made.given) == {"count": 3, "share": 0.25}
     assert given_options(made.example) == {"share": 0.25}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import peers
@@ -13,9 +11,7 @@ PEERS = ("transformers", "prompt-lookup", "assisted")
 
 
 @pytest.mark.slow
-def test_greedy_peers_write_the_text_of_plain_decoding(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_greedy_peers_write_the_text_of_plain_decoding(checkpoint, tmp_path, capsys):
     small = make_checkpoint(tmp_path / "small", num_hidden_layers=1)
     (tmp_path / "prompt.txt").write_text(" ".join(SENTENCES[:4]))
     words = ["--model", str(checkpoint), "--draft-model", str(small), "--dtype", "float64"]

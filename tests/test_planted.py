@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 SOURCES = Path(tswift.__file__).parent
 
 
-def test_every_fault_has_a_place_and_a_test() -> None:
+def test_every_fault_has_a_place_and_a_test():
     for fault in FAULTS:
         assert (SOURCES / fault.file).read_text().count(fault.old) == 1, fault.name
         assert fault.new != fault.old, fault.name
@@ -21,6 +21,6 @@ def test_every_fault_has_a_place_and_a_test() -> None:
             assert f"def {test}" in (TESTS / file).read_text(), fault.name
 
 
-def test_no_two_have_one_name() -> None:
+def test_no_two_have_one_name():
     counts = Counter(fault.name for fault in FAULTS)
     assert set(counts.values()) == {1}, counts.most_common(1)

@@ -15,14 +15,14 @@ ROWS = re.findall(
 )
 
 
-def test_every_prompt_has_a_row_and_one_is_long_enough_for_a_prefill_of_8192_tokens() -> None:
+def test_every_prompt_has_a_row_and_one_is_long_enough_for_a_prefill_of_8192_tokens():
     assert {row[0] for row in ROWS} == {path.name for path in PROMPTS.glob("*.txt")}
     assert len(ROWS) >= 5
     assert max(int(row[3].replace(",", "")) for row in ROWS) >= 8192
 
 
 @pytest.mark.parametrize(("name", "words", "characters", "tokens"), ROWS)
-def test_the_row_is_true(name: str, words: str, characters: str, tokens: str) -> None:
+def test_the_row_is_true(name, words, characters, tokens):
     from tokenizers import Tokenizer
 
     import tswift

@@ -13,7 +13,7 @@ from tests.rows import every_row
 from tswift.errors import parse_json, read_file
 
 
-def test_reads_all_of_it(tmp_path: Path) -> None:
+def test_reads_all_of_it(tmp_path):
     path = tmp_path / "some"
     path.write_bytes(b"12345")
     assert read_file(path, 5) == b"12345"
@@ -23,7 +23,7 @@ def test_reads_all_of_it(tmp_path: Path) -> None:
     assert read_file(path, 5) == b""
 
 
-def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_what_is_too_large_is_not_read(tmp_path):
     path = tmp_path / "some"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -47,7 +47,7 @@ def test_what_is_too_large_is_not_read(tmp_path: Path) -> None:
         ("x" * 999, r"cannot be read \(File name too long\)"),
     ],
 )
-def test_what_is_no_file(tmp_path: Path, name: str, reason: str) -> None:
+def test_what_is_no_file(tmp_path, name, reason):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
@@ -55,12 +55,12 @@ def test_what_is_no_file(tmp_path: Path, name: str, reason: str) -> None:
         read_file(tmp_path / name, 9)
 
 
-def test_other_words_for_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_other_words_for_a_file_that_is_missing(tmp_path):
     with refused(r"^x: it went$"):
         read_file(tmp_path / "nowhere", 9, "x", missing="it went")
 
 
-def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
+def test_a_pipe_that_is_open_already(tmp_path):
     reading, writing = os.pipe()
     writer = threading.Thread(
         target=lambda: (os.write(writing, b"12"), os.write(writing, b"345"), os.close(writing))
@@ -72,10 +72,10 @@ def test_a_pipe_that_is_open_already(tmp_path: Path) -> None:
 
 
 @every_row("data", [b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b'{"a": 1} x'])
-def test_what_is_no_json(data: bytes) -> None:
+def test_what_is_no_json(data):
     with refused(r"^x: some.json is not JSON$"):
         parse_json(data, "some.json", "x")
 
 
-def test_json() -> None:
+def test_json():
     assert parse_json(b'{"a": [1, null]}', "x") == {"a": [1, None]}

@@ -22,13 +22,13 @@ pytestmark = needs_program
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     """A tiny Llama in Q8_0."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama"))
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept(tmp_path, monkeypatch) -> Path:
     """Where it is remembered."""
     monkeypatch.setattr(remembered, "cache_folder", lambda: tmp_path)
     return tmp_path / "checks"
@@ -47,7 +47,7 @@ def stages(model: Path, **options: str) -> tuple[list[str], str | None, list[int
     )
 
 
-def test_checks_are_made_once(model: Path) -> None:
+def test_checks_are_made_once(model):
     """What was remembered gives the same passes and tokens; each dtype has checks of its own."""
     first, bits, text = stages(model)
     assert [stage.split()[0] for stage in first] == ["comparing", "checking"]
@@ -55,7 +55,7 @@ def test_checks_are_made_once(model: Path) -> None:
     assert len(stages(model, kv_dtype="float32")[0]) == 2
 
 
-def _weights(model: Path, patch: pytest.MonkeyPatch) -> None:
+def _weights(model: Path, patch: pytest.MonkeyPatch):
     content = bytearray(model.read_bytes())
     content[-64] ^= 1  # a code of the last matrix
     model.write_bytes(content)
@@ -71,16 +71,14 @@ CHANGES: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_it_depends_on(
-    change: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_depends_on(change, model, tmp_path, monkeypatch):
     own = Path(shutil.copy(model, tmp_path))
     stages(own)
     CHANGES[change](own, monkeypatch)
     assert len(stages(own)[0]) == 2
 
 
-def test_a_broken_file_is_as_none(model: Path, kept: Path) -> None:
+def test_a_broken_file_is_as_none(model, kept):
     stages(model)
     (file,) = kept.iterdir()
     for content in ("{", "[]", '{"logits": 1}'):
@@ -88,9 +86,7 @@ def test_a_broken_file_is_as_none(model: Path, kept: Path) -> None:
         assert len(stages(model)[0]) == 2
 
 
-def test_what_failed_is_tried_again(
-    model: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_is_tried_again(model, kept, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(adapting, "_apart", lambda *given: 9.0)
         with refused("logits differ"):
@@ -111,7 +107,7 @@ def test_what_failed_is_tried_again(
     assert stages(model)[1] is not None
 
 
-def test_kernels_are_checked_once_for_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_checked_once_for_a_card(monkeypatch):
     card, driver = ["H100"], ["550.54"]
     monkeypatch.setattr(
         torch.cuda,
@@ -121,7 +117,7 @@ def test_kernels_are_checked_once_for_a_card(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(remembered, "driver_version", lambda: driver[0])
     tried = list[str | None]()
 
-    def asked(fault: str | None = None, *sizes: int, device: str = "cuda") -> bool:
+    def asked(fault=None, *sizes, device="cuda"):
         """Whether a check is made, with what it finds."""
         tried.clear()
         found = remembered.kernel_fault(

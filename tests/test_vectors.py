@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
 @pytest.mark.parametrize("features", ["asimd", f"asimd {DOTS}"])
-def test_c_programs_have_the_bits_of_an_x86_processor(features: str) -> None:
+def test_c_programs_have_the_bits_of_an_x86_processor(features):
     given = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TSWIFT_ARM": features}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "tests.foreign"]

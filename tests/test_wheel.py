@@ -32,7 +32,7 @@ def ran(*words: object, cwd: Path, sources: str = "") -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory) -> Path:
     """The folder of commands of an environment that has the wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     words = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", folder, ROOT]
@@ -52,7 +52,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return commands
 
 
-def test_it_makes_the_text_of_the_source_tree(installed: Path, tmp_path: Path) -> None:
+def test_it_makes_the_text_of_the_source_tree(installed, tmp_path):
     """The bundled model, its heads, prompt and C files are in it."""
     where = ran(installed / "python", "-c", "import tswift; print(tswift.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parent)
@@ -65,7 +65,7 @@ def test_it_makes_the_text_of_the_source_tree(installed: Path, tmp_path: Path) -
     assert len(ids[0]) == 4 * LEN
 
 
-def test_its_tables_and_pages_are_in_it(installed: Path, tmp_path: Path) -> None:
+def test_its_tables_and_pages_are_in_it(installed, tmp_path):
     """The paper's suites and figures, shapes, workloads, the server's page."""
     code = (
         "from tswift.benchmarking.suites import SUITES, published_rows; "

@@ -107,7 +107,7 @@ def by(backend):
 HUGE = (1e4, -1e4, 3e37)  # scores
 
 
-def bears_huge_scores(attend, nodes: int, size: float) -> None:
+def bears_huge_scores(attend, nodes: int, size: float):
     """Scores up to such a size rise and fall along a text,
     so that what was added up before has to shrink to nothing and to stay.
     """

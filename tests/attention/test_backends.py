@@ -34,13 +34,13 @@ def why(name: str, dtype=torch.bfloat16, device="cuda") -> str | None:
 
 @pytest.fixture
 def installed(monkeypatch):
-    def install(name: str, there: bool) -> None:
+    def install(name: str, there: bool):
         monkeypatch.setitem(sys.modules, name, ModuleType(name) if there else None)
 
     return install
 
 
-def test_what_a_backend_can_take(monkeypatch) -> None:
+def test_what_a_backend_can_take(monkeypatch):
     assert BACKENDS["sdpa"]() is TreeAttention
     for device in ("cpu", "cuda"):
         assert all(
@@ -71,7 +71,7 @@ def test_what_a_backend_can_take(monkeypatch) -> None:
         assert "\n" not in line
 
 
-def test_what_is_not_installed(installed) -> None:
+def test_what_is_not_installed(installed):
     for name, module, package in (
         ("triton", "triton", "triton"),
         ("flash", "flash_attn", "flash-attn"),
@@ -89,14 +89,14 @@ def test_what_is_not_installed(installed) -> None:
         ("import a_module_that_is_not_there", "No module named 'a_module_that_is_not_there'"),
     ],
 )
-def test_a_broken_installation(tmp_path, monkeypatch, source, reason) -> None:
+def test_a_broken_installation(tmp_path, monkeypatch, source, reason):
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "flash_attn.py").write_text(source)
     assert why("flash") == f"flash-attn cannot be imported: {reason}"
 
 
-def test_the_backend_that_is_chosen(installed) -> None:
+def test_the_backend_that_is_chosen(installed):
     for name, dtype, device, there, chosen in (
         ("auto", torch.bfloat16, "cuda", True, "triton"),
         ("auto", torch.bfloat16, "cuda", False, "sdpa"),
@@ -134,12 +134,12 @@ def served(monkeypatch):
     return tell
 
 
-def test_attention_that_computes_what_sdpa_does(served) -> None:
+def test_attention_that_computes_what_sdpa_does(served):
     for attention in (TreeAttention, LengthOnDevice, ReferenceAttention):
         assert served(attention) is served(attention, (1, 1)) is None
 
 
-def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
+def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served):
     class Broken(TreeAttention):
         def __call__(self, query, keys, values, scale):
             raise RuntimeError("Failed to find C compiler.\nand more")
@@ -151,9 +151,9 @@ def test_a_kernel_that_cannot_be_launched_is_told_in_a_line(served) -> None:
     assert "\n" not in said
 
 
-def test_attention_that_lies_in_one_element(served) -> None:
+def test_attention_that_lies_in_one_element(served):
     class Lying(TreeAttention):
-        def __init__(self, *given) -> None:
+        def __init__(self, *given):
             super().__init__(*given)
             self.lies = given[2] == nodes
 
@@ -171,12 +171,12 @@ def test_attention_that_lies_in_one_element(served) -> None:
         )
 
 
-def test_keys_that_are_stored_in_the_wrong_place(served) -> None:
+def test_keys_that_are_stored_in_the_wrong_place(served):
     for off in (-1, 1):
 
         class Misplaced(LengthOnDevice):
             @staticmethod
-            def store(keys, values, new_keys, new_values, length, off=off) -> None:
+            def store(keys, values, new_keys, new_values, length, off=off):
                 LengthOnDevice.store(
                     keys, values, new_keys, new_values, (length + off).clamp_min(0)
                 )
@@ -189,7 +189,7 @@ class Wanting(LengthOnDevice):
 
     SPECS = True
 
-    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+    def __init__(self, layout, prefix, nodes, ancestors):
         super().__init__(layout, prefix, nodes, ancestors)
         self.prefix = int(prefix)
         self.static = isinstance(prefix, torch.Tensor)
@@ -219,7 +219,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_does_what_layers_want(served, dtype: torch.dtype) -> None:
+def test_attention_that_does_what_layers_want(served, dtype):
     for name, spec in KINDS.items():
         assert served(Wanting, (KV_HEADS, GROUP), spec, dtype) is None, name
 
@@ -254,7 +254,7 @@ LIES: dict[str, tuple[AttentionSpec, Callable[[Wanting, AttentionSpec], Attentio
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: str) -> None:
+def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name):
     spec, lie = LIES[name]
     monkeypatch.setattr(Wanting, "understood", lie)
     assert "own attention failed its numerical check (relative error " in served(
@@ -262,7 +262,7 @@ def test_attention_that_does_not_do_what_layers_want(served, monkeypatch, name: 
     )  # which hides more than float32
 
 
-def test_what_is_behind_the_length_shows_in_layers_that_want_something(served) -> None:
+def test_what_is_behind_the_length_shows_in_layers_that_want_something(served):
     class Beyond(Wanting):
         def __call__(self, query, keys, values, scale, spec=NOTHING):
             out = super().__call__(query, keys, values, scale, spec)
@@ -279,7 +279,7 @@ class StandIn:
     and insists on what it asks for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[dict] = []
 
     def __call__(
@@ -349,7 +349,7 @@ def within(given, buffer) -> bool:
         (2, 1, 96, 1000, torch.bfloat16),
     ],
 )
-def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes) -> None:
+def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes):
     query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype)
     out = FlashAttention(Layout(kv_heads, group, dtype, query.device), prefix, nodes, ancestors)(
         query, keys, values, scale
@@ -367,7 +367,7 @@ def test_prefix_through_flash(flash, dtype, kv_heads, group, dim, prefix, nodes)
     assert given["softmax_scale"] == scale
 
 
-def test_a_chunk_and_a_text_without_a_prefix(flash) -> None:
+def test_a_chunk_and_a_text_without_a_prefix(flash):
     for prefix, calls in ((0, 0), (50, 1)):
         query, keys, values, _, scale = case(2, 2, 64, prefix, 70, torch.float16)
         out = FlashAttention(Layout(2, 2, torch.float16, query.device), prefix, 70, None)(
@@ -382,7 +382,7 @@ def test_a_chunk_and_a_text_without_a_prefix(flash) -> None:
 @pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
 )
-def test_the_signature_is_the_installed_one() -> None:
+def test_the_signature_is_the_installed_one():
     from flash_attn import flash_attn_with_kvcache
 
     installed = inspect.signature(flash_attn_with_kvcache).parameters

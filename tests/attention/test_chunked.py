@@ -55,7 +55,7 @@ def passes(draw: st.DrawFn):
 
 
 @given(passes(), st.sampled_from([1, 2, 7, 30, 64]), st.sampled_from([0, 1, 3, 64]))
-def test_rows_have_the_same_bits_in_every_pass(drawn, nodes: int, reach: int) -> None:
+def test_rows_have_the_same_bits_in_every_pass(drawn, nodes, reach):
     shape, dtype, prefix, spec, sharp = drawn
     tree = tree_of(nodes, reach, prefix) if reach else nodes
     some = {0, nodes // 2, nodes - 1}
@@ -63,7 +63,7 @@ def test_rows_have_the_same_bits_in_every_pass(drawn, nodes: int, reach: int) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_a_path_of_the_greatest_depth_across_each_border(dtype: torch.dtype) -> None:
+def test_a_path_of_the_greatest_depth_across_each_border(dtype):
     for border in BORDERS:
         for tree in (MAX_WIDTH, tree_of(MAX_WIDTH, 2, border)):
             assert (
@@ -78,7 +78,7 @@ def test_a_path_of_the_greatest_depth_across_each_border(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     ("dtype", "kv_heads", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 2, 3)]
 )
-def test_two_threads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
+def test_two_threads(dtype, kv_heads, groups):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -87,7 +87,7 @@ def test_two_threads(dtype: torch.dtype, kv_heads: int, groups: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_sharp_rows_have_the_same_bits() -> None:
+def test_sharp_rows_have_the_same_bits():
     """The highest score rises along the text, and weights vanish beside it."""
 
     def rising(*shape):
@@ -97,14 +97,14 @@ def test_sharp_rows_have_the_same_bits() -> None:
     assert odd_nodes(attend, tree_of(40, 2, 1), 660, torch.float32, (1, 2, 16), made=rising) == []
 
 
-def test_a_long_chain_is_cut_into_passes() -> None:
+def test_a_long_chain_is_cut_into_passes():
     spec = AttentionSpec(100, 3.0)
     assert (
         odd_nodes(attend, 200, 300, torch.float32, (2, 2, 16), spec, nodes=range(0, 200, 13)) == []
     )
 
 
-def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
+def test_what_is_broken_beside_a_node_is_not_its_own():
     for prefix, window in ((30, None), (230, 9), (230, None)):
         query, keys, values, _, scale = case(1, 2, 16, prefix, 9, torch.float32)
         ancestors = tree_of(9, 3, 9)
@@ -117,13 +117,13 @@ def test_what_is_broken_beside_a_node_is_not_its_own() -> None:
         )
 
 
-def test_a_wide_tree_is_refused() -> None:
+def test_a_wide_tree_is_refused():
     with pytest.raises(ValueError, match="65 nodes"):
         attend(*case(1, 1, 16, 9, 65, torch.float32)[:3], chain(65), 1.0)
 
 
 @given(passes(), st.integers(1, MAX_WIDTH))
-def test_against_a_dense_computation(drawn, nodes: int) -> None:
+def test_against_a_dense_computation(drawn, nodes):
     shape, dtype, prefix, spec, sharp = drawn
     given = case(*shape, prefix, nodes, dtype, prefix, sharp)
     found = attend(*given, spec)
@@ -132,6 +132,6 @@ def test_against_a_dense_computation(drawn, nodes: int) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_huge_scores() -> None:
+def test_huge_scores():
     for size in HUGE:
         bears_huge_scores(attend, 9, size)

@@ -70,8 +70,8 @@ attend, stock = by(Stepped), by(TreeAttention)
 
 
 @pytest.fixture
-def never_stock(monkeypatch) -> None:
-    def refuse(*args) -> None:
+def never_stock(monkeypatch):
+    def refuse(*args):
         raise AssertionError("left to the stock operators")
 
     monkeypatch.setattr(TreeAttention, "__init__", refuse)
@@ -97,7 +97,7 @@ def widened(keys, values):
     return (keys * KEY_STEP, values * STEP) if keys.dtype == torch.int16 else (keys, values)
 
 
-def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
+def check(*shape, seed=0, sharp=1.0, dtype=torch.float32):
     query, keys, values, ancestors, scale = made(*shape, dtype, seed, sharp)
     out = attend(query, keys, values, ancestors, scale)
     keys, values = widened(keys, values)
@@ -124,7 +124,7 @@ def check(*shape, seed=0, sharp=1.0, dtype=torch.float32) -> None:
 )
 def test_a_row_has_the_bits_of_plain_decoding(
     kv_heads, group, size, prefix, nodes, reach, seed, sharp
-) -> None:
+):
     dim, dtype = size
     shape = kv_heads, group, dim
     assert (
@@ -138,7 +138,7 @@ def test_a_row_has_the_bits_of_plain_decoding(
     ("reach", "dtype"),
     first(1, [(1, torch.int8), (1, torch.float32), (3, torch.bfloat16), (2, torch.int16)]),
 )
-def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
+def test_the_bits_around_borders(reach, dtype):
     """Of blocks, of parts, and where tails begin."""
     for prefix in (0, 1, 7, 8, 56, *range(63, 67), *range(119, 122), 183, 184, 240, 544, 7800):
         assert odd_nodes(attend, tree_of(64, reach, prefix), prefix, dtype, made=made) == [], prefix
@@ -149,7 +149,7 @@ def test_the_bits_around_borders(reach: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("never_stock")
-def test_the_bits_far_into_a_text() -> None:
+def test_the_bits_far_into_a_text():
     """Where parts become longer, and behind."""
     for prefix, nodes, dtype in product(
         (30_700, 30_784, 50_000), (3, 9), (torch.bfloat16, torch.int16, torch.int8)
@@ -159,7 +159,7 @@ def test_the_bits_far_into_a_text() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize(("dim", "dtype"), first(3, SIZES))
-def test_the_bits_in_chains_and_trees_of_any_size(dim: int, dtype: torch.dtype) -> None:
+def test_the_bits_in_chains_and_trees_of_any_size(dim, dtype):
     for (prefix, group), nodes in product(((3, 1), (180, 4), (1000, 8)), (1, 2, 7, 64)):
         for pass_ in (nodes, tree_of(nodes, 64, nodes)):
             some = {0, nodes // 2, nodes - 1}
@@ -167,12 +167,12 @@ def test_the_bits_in_chains_and_trees_of_any_size(dim: int, dtype: torch.dtype) 
 
 
 @pytest.mark.slow
-def test_halves_are_taken_by_choice() -> None:
+def test_halves_are_taken_by_choice():
     assert all(choose("auto", dtype, CPU, 16) == "native" for dtype in (torch.float32, *HALVES))
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_any_number_of_rows() -> None:
+def test_any_number_of_rows():
     for prefix in (0, 7, 1500):
         for nodes in range(1, 71):
             check(1, 1, 16, prefix, nodes, seed=nodes)
@@ -185,7 +185,7 @@ def test_any_number_of_rows() -> None:
 @pytest.mark.parametrize(
     ("width", "dtype"), [(128, torch.float16), (256, torch.float32), (512, torch.float32)]
 )
-def test_head_sizes(width: int, dtype: torch.dtype) -> None:
+def test_head_sizes(width, dtype):
     for nodes in (1, 2, 3, 5, 16, 21):
         check(2, 1, width, 130, nodes, seed=width, dtype=dtype)
 
@@ -201,13 +201,13 @@ def test_head_sizes(width: int, dtype: torch.dtype) -> None:
     st.integers(0, 1000),
     st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_any_shape(sizes, kv_heads, group, at, prefix, nodes, seed, sharp) -> None:
+def test_any_shape(sizes, kv_heads, group, at, prefix, nodes, seed, sharp):
     dim, dtype = sizes[at % len(sizes)]
     check(kv_heads, group, dim, prefix, nodes, seed=seed, sharp=sharp, dtype=dtype)
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_a_long_text() -> None:
+def test_a_long_text():
     for nodes in (1, 8, 13):
         check(1, 1, 64, 40_001, nodes)
 
@@ -224,7 +224,7 @@ WINDOWS = [
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.float16, torch.int16, torch.int8]))
 @pytest.mark.parametrize("spec", first(1, [*WINDOWS, AttentionSpec(130, 2.5)]), ids=str)
-def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
+def test_windows_and_soft_caps(spec, dtype):
     """The numbers, and the bits of plain decoding; keys before all windows may be anything."""
     for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):
         query, keys, values, ancestors, scale = made(2, 2, 16, prefix, nodes, dtype, sharp=2.0)
@@ -248,7 +248,7 @@ def test_windows_and_soft_caps(spec: AttentionSpec, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_a_long_windows_bits_far_into_a_text() -> None:
+def test_a_long_windows_bits_far_into_a_text():
     for spec in (AttentionSpec(4096), AttentionSpec(1024, 50.0)):
         assert (
             odd_nodes(attend, tree_of(7, 3, 1), 40_003, torch.int16, (1, 2, 16), spec, made=made)
@@ -257,7 +257,7 @@ def test_a_long_windows_bits_far_into_a_text() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_the_result_is_the_same_with_any_number_of_threads() -> None:
+def test_the_result_is_the_same_with_any_number_of_threads():
     given = case(2, 1, 64, 3000, 9, torch.float32)
     before = torch.get_num_threads()
     found = []
@@ -272,13 +272,13 @@ def test_the_result_is_the_same_with_any_number_of_threads() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_huge_scores() -> None:
+def test_huge_scores():
     for nodes, size in product((1, 4, 5, 12, 30), HUGE):
         bears_huge_scores(attend, nodes, size)
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_the_largest_integers() -> None:
+def test_the_largest_integers():
     """No sum of products overflows, whether one number is as large as all
     others or all are alike.
     """
@@ -293,7 +293,7 @@ def test_the_largest_integers() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_bytes_of_every_size() -> None:
+def test_bytes_of_every_size():
     """A step of nothing, keys and values as large as can be,
     and those that are far larger than all others.
     """
@@ -310,7 +310,7 @@ def test_bytes_of_every_size() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_a_broken_query_of_integers_is_not_hidden() -> None:
+def test_a_broken_query_of_integers_is_not_hidden():
     for nodes, bad, dtype in product((1, 5, 12), (torch.nan, torch.inf), ALLOWED):
         query, keys, values, ancestors, scale = made(1, 1, 16, 300, nodes, dtype)
         query[:, -1, 3] = bad
@@ -320,7 +320,7 @@ def test_a_broken_query_of_integers_is_not_hidden() -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_a_broken_key_is_not_hidden() -> None:
+def test_a_broken_key_is_not_hidden():
     for nodes, place, bad in product((1, 5, 12), (3, 700, 1000), (torch.nan, torch.inf)):
         query, keys, values, _, scale = case(1, 1, 16, 1000, nodes, torch.float32)
         keys = keys.clone()
@@ -330,7 +330,7 @@ def test_a_broken_key_is_not_hidden() -> None:
 
 @pytest.mark.usefixtures("never_stock")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
+def test_what_is_broken_beside_a_node_is_not_its_own(bad):
     """In the newest node, which no other sees; and far behind,
     where not all nodes have it in their tails.
     """
@@ -354,7 +354,7 @@ def test_what_is_broken_beside_a_node_is_not_its_own(bad: float) -> None:
 
 
 @pytest.mark.usefixtures("never_stock")
-def test_a_mask_may_be_laid_out_in_any_way() -> None:
+def test_a_mask_may_be_laid_out_in_any_way():
     query, keys, values, ancestors, scale = case(1, 1, 16, 30, 9, torch.float32)
     turned = ancestors.T.contiguous().T
     assert torch.equal(
@@ -371,17 +371,17 @@ def test_a_mask_may_be_laid_out_in_any_way() -> None:
         (torch.bfloat16, 16, 1, 129),
     ],
 )
-def test_what_is_left_to_the_stock_operators(dtype, width: int, group: int, nodes: int) -> None:
+def test_what_is_left_to_the_stock_operators(dtype, width, group, nodes):
     given = case(2, group, width, 300, nodes, dtype)
     assert torch.equal(attend(*given), stock(*given))
 
 
-def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> None:
+def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch):
     given = case(2, 1, 16, 300, 5, torch.float32)
     left = stock(*given)
     assert not torch.equal(attend(*given), left)
 
-    def full(width: int, dtype: torch.dtype) -> None:
+    def full(width, dtype):
         raise Unbuilt("no space left")
 
     monkeypatch.setattr(native, "library", full)
@@ -392,7 +392,7 @@ def test_a_head_size_that_cannot_be_built_is_left_to_them_too(monkeypatch) -> No
         native._kernel.cache_clear()
 
 
-def test_keys_that_are_no_rows_of_memory() -> None:
+def test_keys_that_are_no_rows_of_memory():
     query, keys, values, ancestors, scale = case(2, 1, 16, 300, 5, torch.float32)
     turned = keys.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(
@@ -401,7 +401,7 @@ def test_keys_that_are_no_rows_of_memory() -> None:
     )
 
 
-def test_there_is_a_gradient() -> None:
+def test_there_is_a_gradient():
     query, keys, values, ancestors, scale = case(1, 1, 16, 30, 5, torch.float32)
     query.requires_grad_()
     attend(query, keys, values, ancestors, scale).sum().backward()
@@ -423,7 +423,7 @@ def share(tasks: int, threads: int) -> tuple[list[int], set[int]]:
     who = set[int]()
 
     @WORK
-    def work(given: object) -> None:
+    def work(given: object):
         while True:
             try:
                 task = left.pop()  # one thread at a time holds Python's lock
@@ -437,7 +437,7 @@ def share(tasks: int, threads: int) -> tuple[list[int], set[int]]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_everything_is_done_once(threads: int) -> None:
+def test_everything_is_done_once(threads):
     for tasks in (0, 1, 3, 50):
         for _ in range(100):
             done, who = share(tasks, threads)
@@ -445,12 +445,12 @@ def test_everything_is_done_once(threads: int) -> None:
             assert len(who) <= threads
 
 
-def test_whoever_calls_does_all_where_nobody_helps() -> None:
+def test_whoever_calls_does_all_where_nobody_helps():
     done, who = share(20, 1)
     assert (done, who) == (list(range(20)), {threading.get_native_id()})
 
 
-def test_several_callers_at_a_time() -> None:
+def test_several_callers_at_a_time():
     found: list[list[int]] = []
     callers = [
         threading.Thread(target=lambda: found.extend(share(30, 3)[0] for _ in range(50)))
@@ -463,7 +463,7 @@ def test_several_callers_at_a_time() -> None:
     assert found == [list(range(30))] * 200
 
 
-def test_after_a_fork() -> None:
+def test_after_a_fork():
     share(10, 3)
     child = os.fork()
     if child == 0:
@@ -477,7 +477,7 @@ def meet() -> bool:
     met = list[int]()
 
     @WORK
-    def work(given: object) -> None:
+    def work(given: object):
         with suppress(threading.BrokenBarrierError):
             met.append(here.wait(timeout=20))
 
@@ -485,12 +485,12 @@ def meet() -> bool:
     return len(met) == 2
 
 
-def test_a_child_that_was_forked_amid_a_job_is_helped() -> None:
+def test_a_child_that_was_forked_amid_a_job_is_helped():
     children = list[int]()
     caller = threading.get_native_id()
 
     @WORK
-    def work(given: object) -> None:
+    def work(given):
         if threading.get_native_id() == caller:
             child = os.fork()
             if child == 0:

@@ -74,7 +74,7 @@ def kernels(lines: list[dict]) -> dict[str, list[dict]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_spills_and_all_fits(kernels, case: str) -> None:
+def test_nothing_spills_and_all_fits(kernels, case):
     for kernel in kernels[case]:
         assert kernel["spills"] == 0, kernel
         assert kernel["registers"] <= 255
@@ -84,7 +84,7 @@ def test_nothing_spills_and_all_fits(kernels, case: str) -> None:
         assert kernels[case][0]["shared"] <= 99 * 1024  # all that small GPUs have
 
 
-def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> None:
+def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels):
     for case in CASES:
         attend = kernels[case][0]
         assert attend["wgmma" if attend["capability"] == 90 else "mma"] > 0
@@ -94,9 +94,7 @@ def test_products_are_done_by_tensor_cores_and_keys_copied_ahead(kernels) -> Non
 @pytest.mark.parametrize(
     "pair", [(PLAIN, TREE), (OLDER, OLDER_TREE), OTHERS[:2], OTHERS[2:], CODES[:2], CODES[2:4]]
 )
-def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(
-    kernels, pair: tuple[str, str]
-) -> None:
+def test_rows_go_through_the_same_arithmetic_in_every_pass_of_a_model(kernels, pair):
     """Whatever the number of rows, and in a chain as in a tree;
     see :func:`tswift.attention.triton.configuration`.
     """
@@ -128,7 +126,7 @@ _CODED = 16 * len(CODED)  # four kernels over 1 row, 16, 32 and 512
 _LOOPS = {8: 280, 16: 340, 32: 430}  # instructions for 64 by 64 codes, by rows at a time
 
 
-def test_products_of_codes_fit_and_hardly_spill(lines: list[dict]) -> None:
+def test_products_of_codes_fit_and_hardly_spill(lines):
     """They are bound by instructions where memory is fast. Outside of its loop a wide pass of heads
     spills a little.
     """
@@ -143,7 +141,7 @@ def test_products_of_codes_fit_and_hardly_spill(lines: list[dict]) -> None:
         assert kernel["copies"] > 0, kernel
 
 
-def test_in_layers_nothing_spills_and_nothing_is_fused(layers: list[dict]) -> None:
+def test_in_layers_nothing_spills_and_nothing_is_fused(layers):
     """A product fused with a sum is rounded once, and no longer what PyTorch computes."""
     for kernel in layers:
         assert kernel["spills"] == 0, kernel
@@ -153,15 +151,15 @@ def test_in_layers_nothing_spills_and_nothing_is_fused(layers: list[dict]) -> No
 
 
 def test_products_of_layers_are_done_by_tensor_cores_and_weights_copied_ahead(
-    layers: list[dict],
-) -> None:
+    layers,
+):
     for kernel in layers:
         if kernel["kernel"] in PRODUCTS:
             assert kernel["wgmma" if kernel["capability"] == 90 else "mma"] > 0, kernel
             assert kernel["copies"] > 0, kernel
 
 
-def test_trees_are_walked_and_states_stepped_without_spills(lines: list[dict]) -> None:
+def test_trees_are_walked_and_states_stepped_without_spills(lines):
     made = lines[-len(WALKING + STEPPING) :]
     assert [kernel["kernel"] for kernel in made] == WALKING + STEPPING
     assert not any(kernel["spills"] for kernel in made)

@@ -26,7 +26,7 @@ attend = by(TreeAttention)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 1.5e-2}
 
 
-def check(*shape, dtype, seed=0, sharp=1.0) -> None:
+def check(*shape, dtype, seed=0, sharp=1.0):
     query, keys, values, ancestors, scale = case(*shape, dtype, seed, sharp)
     out = attend(query, keys, values, ancestors, scale)
     assert out.shape == query.shape
@@ -34,7 +34,7 @@ def check(*shape, dtype, seed=0, sharp=1.0) -> None:
     assert worst < TOLERANCE[dtype] * max(1, sharp), worst  # rounding grows with the scores
 
 
-def test_prefixes() -> None:
+def test_prefixes():
     for dtype, prefix in product(TOLERANCE, (0, 1, 2, 255, 1000)):
         for kv_heads, group, dim, nodes in (
             (1, 1, 8, 1),
@@ -55,13 +55,13 @@ def test_prefixes() -> None:
     st.sampled_from([torch.float64, torch.float32]),
     st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> None:
+def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp):
     check(kv_heads, group, dim, prefix, nodes, dtype=dtype, seed=seed, sharp=sharp)
 
 
 @pytest.mark.parametrize("prefix", [1, 300, 1000])
 @pytest.mark.parametrize("block", [128, 8192])
-def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None:
+def test_the_path_of_other_devices(monkeypatch, prefix, block):
     """Plain products for prefix and tail, run here on the CPU; one block and several."""
 
     of_cpu = property(lambda self: False, lambda *_: None)
@@ -72,7 +72,7 @@ def test_the_path_of_other_devices(monkeypatch, prefix: int, block: int) -> None
         check(2, 3, 8, prefix, 6, dtype=dtype)
 
 
-def test_no_ancestors_mean_a_chain() -> None:
+def test_no_ancestors_mean_a_chain():
     for prefix in (0, 5, 300):
         query, keys, values, _, scale = case(2, 2, 8, prefix, 6, torch.float64)
         out = attend(query, keys, values, None, scale)
@@ -82,7 +82,7 @@ def test_no_ancestors_mean_a_chain() -> None:
 class Cache:
     """A cache that holds tokens from given positions; in order, unless they are given."""
 
-    def __init__(self, length: int, places: torch.Tensor | None = None) -> None:
+    def __init__(self, length: int, places: torch.Tensor | None = None):
         self.length, self._places = length, places
 
     def positions(self, layer: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_against_a_dense_computation(monkeypatch, name: str) -> None:
+def test_against_a_dense_computation(monkeypatch, name):
     for block, tree in product((7, 2048), (True, False)):
         monkeypatch.setattr(sdpa, "_MASKED_BLOCK", block)
         for prefix, nodes in ((0, 1), (0, 30), (5, 12), (60, 1), (60, 12), (61, 40)):
@@ -126,7 +126,7 @@ def test_against_a_dense_computation(monkeypatch, name: str) -> None:
             )
 
 
-def test_a_cache_in_no_order() -> None:
+def test_a_cache_in_no_order():
     generator = seeded(3)
     places = torch.stack(
         [
@@ -138,14 +138,14 @@ def test_a_cache_in_no_order() -> None:
         torch.testing.assert_close(*run(SPECS[name], 20, 1, places=places), rtol=0, atol=1e-12)
 
 
-def test_other_dtypes() -> None:
+def test_other_dtypes():
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)):
         ours, wanted = run(SPECS["all"], 60, 12, dtype)
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=tolerance)
 
 
-def test_keys_before_the_window_are_not_read() -> None:
+def test_keys_before_the_window_are_not_read():
     query, keys, values, ancestors, scale = case(KV_HEADS, GROUP, DIM, 60, 3, torch.float64)
     # the first position in the window of the next token, at 60, is 52
     keys[:, :52] = values[:, :52] = torch.nan
@@ -155,14 +155,14 @@ def test_keys_before_the_window_are_not_read() -> None:
     assert ours(0, query, keys, values, scale).isfinite().all()
 
 
-def test_a_layer_that_wants_nothing_gets_plain_attention() -> None:
+def test_a_layer_that_wants_nothing_gets_plain_attention():
     assert not AttentionSpec()
     assert all(SPECS.values())
     torch.testing.assert_close(*run(AttentionSpec(), 300, 6), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kv_heads", "group", "prefix"), [(4, 1, 1), (2, 2, 0), (1, 4, 700)])
-def test_attention_of_reference_implementations(kv_heads: int, group: int, prefix: int) -> None:
+def test_attention_of_reference_implementations(kv_heads, group, prefix):
     query, keys, values, ancestors, scale = case(kv_heads, group, 8, prefix, 5, torch.float64)
     for told in (ancestors, None):
         slow = by(ReferenceAttention)(query, keys, values, told, scale)

@@ -43,7 +43,7 @@ TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 attend = by(backend.TritonAttention)
 
 
-def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float16, seed=0, sharp=1.0) -> None:
+def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float16, seed=0, sharp=1.0):
     query, keys, values, ancestors, scale = case(
         kv_heads, group, dim, prefix, nodes, dtype, seed, sharp
     )
@@ -55,20 +55,20 @@ def check(kv_heads, group, dim, prefix, nodes, dtype=torch.float16, seed=0, shar
 
 
 @pytest.mark.parametrize("prefix", first(1, [0, 16, 17, 129]))
-def test_prefixes(prefix: int) -> None:
+def test_prefixes(prefix):
     check(1, 2, 64, prefix, 9, seed=prefix)
     check(*((2, 1, 64) if prefix % 2 else (1, 3, 8)), prefix, 1 + prefix % 2, seed=prefix)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_head_sizes(dtype: torch.dtype) -> None:
+def test_head_sizes(dtype):
     for dim in (8, 80, 256) if dtype == torch.float16 else (16, 32, 96, 128):
         check(2, 2, dim, 150, 4, dtype, seed=dim)
 
 
 @pytest.mark.slow
-def test_group_sizes() -> None:
+def test_group_sizes():
     for group in (1, 5, 8):
         check(2, group, 16, 70, 5, torch.float16, seed=group)
     check(1, 7, 16, 17, 30, seed=3)
@@ -76,7 +76,7 @@ def test_group_sizes() -> None:
 
 
 @pytest.mark.slow
-def test_a_path_of_more_nodes_than_are_exact() -> None:
+def test_a_path_of_more_nodes_than_are_exact():
     """Whose slots are not their positions: there is a node of another branch before it."""
     query, keys, values, _, scale = case(1, 1, 64, 200, 80, torch.float16)
     ancestors = chain(80)
@@ -91,7 +91,7 @@ def test_a_path_of_more_nodes_than_are_exact() -> None:
 
 
 @pytest.mark.slow
-def test_any_mask() -> None:
+def test_any_mask():
     """Also one that no tree has, where the root is not everyone's ancestor."""
     for nodes in (5, 40):
         query, keys, values, _, scale = case(1, 2, 64, 40, nodes, torch.float16)
@@ -103,7 +103,7 @@ def test_any_mask() -> None:
 
 
 @pytest.mark.slow
-def test_chunks_need_no_ancestors() -> None:
+def test_chunks_need_no_ancestors():
     half, other = torch.bfloat16, torch.float16
     for prefix, nodes, dtype in (
         (0, 1, other),
@@ -128,7 +128,7 @@ def test_chunks_need_no_ancestors() -> None:
     st.sampled_from(list(TOLERANCE)),
     st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp) -> None:
+def test_any_shape(kv_heads, group, dim, prefix, nodes, seed, dtype, sharp):
     check(kv_heads, group, dim, prefix, nodes, dtype, seed, sharp)
 
 
@@ -143,7 +143,7 @@ def unwritten() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def check_on(generation, kv_heads, group, dim, prefix, nodes, tree, window, dtype) -> None:
+def check_on(generation, kv_heads, group, dim, prefix, nodes, tree, window, dtype):
     """A pass in the layout that a device of this generation gets, over a cache that is NaN wherever
     nobody wrote."""
     query, keys, values, ancestors, scale = case(kv_heads, group, dim, prefix, nodes, dtype, nodes)
@@ -158,7 +158,7 @@ def check_on(generation, kv_heads, group, dim, prefix, nodes, tree, window, dtyp
 
 
 @pytest.mark.parametrize(("group", "nodes"), [(1, 133), (3, 45)])
-def test_a_block_of_rows_reads_nothing_behind_the_last_node(unwritten, group, nodes) -> None:
+def test_a_block_of_rows_reads_nothing_behind_the_last_node(unwritten, group, nodes):
     """Its last rows may be nobody's."""
     check_on(9, 1, group, 64, 37, nodes, False, None, torch.bfloat16)
 
@@ -176,11 +176,11 @@ def test_a_block_of_rows_reads_nothing_behind_the_last_node(unwritten, group, no
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
 )
 @pytest.mark.slow
-def test_every_layout_of_a_device_is_interpreted(unwritten, **drawn) -> None:
+def test_every_layout_of_a_device_is_interpreted(unwritten, **drawn):
     check_on(**drawn)
 
 
-def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
+def test_longer_chunks_of_a_long_chain(monkeypatch):
     """Of 512 keys."""
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
     monkeypatch.setattr(backend, "_PROMPT", 5)
@@ -193,7 +193,7 @@ def test_longer_chunks_of_a_long_chain(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "kind"), [(torch.float16, torch.int32), (torch.bfloat16, torch.int64)]
 )
-def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype) -> None:
+def test_the_length_is_read_on_the_device(dtype, kind):
     """One pass serves every length; slots past it may hold anything, NaN included."""
     length = torch.zeros((), dtype=kind)
     ancestors = random_tree(5, Random(3)).ancestors()
@@ -209,7 +209,7 @@ def test_the_length_is_read_on_the_device(dtype: torch.dtype, kind: torch.dtype)
 
 
 @pytest.mark.slow
-def test_the_check_sees_a_wrong_bit() -> None:
+def test_the_check_sees_a_wrong_bit():
     query, keys, values, ancestors, scale = case(1, 2, 64, 100, 9, torch.float16)
     exact = dense(query, keys, values, ancestors, scale)
     for row, column in ((8, 3), (8, 6), (5, 8)):
@@ -221,12 +221,12 @@ def test_the_check_sees_a_wrong_bit() -> None:
         assert differs.nonzero().flatten().tolist() == [row]
 
 
-def test_what_it_does_not_take() -> None:
+def test_what_it_does_not_take():
     with pytest.raises(ValueError, match="float64"):
         backend.TritonAttention(Layout(1, 1, torch.float64, CPU), 3, 1, None)
 
 
-def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum() -> None:
+def test_layouts_of_one_model_differ_by_nothing_that_orders_a_sum():
     """A warp has 16 rows and all keys of a tile, or there is one layout only;
     tests/attention/test_offline_compile.py looks at the code."""
     for width, generation in product((16, 64, 128, 256), (8, 9, 10, 12)):
@@ -288,9 +288,7 @@ def slow(*case):
         ),
     ],
 )
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(
-    prefix: int, tree, dtype: torch.dtype, shape
-) -> None:
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(prefix, tree, dtype, shape):
     """In trees and chains across the border of a tile or chunk,
     as where all of its path is committed.
     """
@@ -298,19 +296,19 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(
 
 
 @SLOW
-def test_so_it_has_in_the_widest_tree_that_is_exact() -> None:
+def test_so_it_has_in_the_widest_tree_that_is_exact():
     assert odd_nodes(attend, comb(64), 300, HALF, SHAPE, nodes=(1, 2, 31, 62, 63)) == []
 
 
 @SLOW
-def test_so_it_has_where_chunks_grow(monkeypatch) -> None:
+def test_so_it_has_where_chunks_grow(monkeypatch):
     monkeypatch.setattr(backend, "chunk_size", lambda kv_heads: 16)
     assert odd_nodes(attend, 3, 64 + 16 * 64 - 1, HALF, (2, 1, 256)) == []
 
 
 @SLOW
 @pytest.mark.parametrize(("prefix", "dtype"), [(126, HALF), (318, BRAIN)])
-def test_so_it_has_whatever_a_layer_wants(prefix: int, dtype: torch.dtype) -> None:
+def test_so_it_has_whatever_a_layer_wants(prefix, dtype):
     for spec in (
         *SPECS.values(),
         AttentionSpec(100),
@@ -320,7 +318,7 @@ def test_so_it_has_whatever_a_layer_wants(prefix: int, dtype: torch.dtype) -> No
         assert odd_nodes(attend, comb(9), prefix, dtype, shape, spec, tile=128) == [], spec
 
 
-def test_so_it_has_where_the_length_is_on_the_device() -> None:
+def test_so_it_has_where_the_length_is_on_the_device():
     """And the cache has more room, or less."""
     query, keys, values, ancestors, scale = case(1, 2, 64, 318, 7, torch.float16)
     expected = attend(query, keys, values, ancestors, scale)
@@ -332,7 +330,7 @@ def test_so_it_has_where_the_length_is_on_the_device() -> None:
         )
 
 
-def test_store() -> None:
+def test_store():
     for nodes, dim, dtype in (
         (1, 64, torch.float16),
         (5, 80, torch.bfloat16),
@@ -350,7 +348,7 @@ def test_store() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
-def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
+def test_an_accepted_path_is_moved_behind_the_text(count):
     """By the kernel as by PyTorch; the nodes behind the accepted ones and all else stay where they
     are.
     """
@@ -366,7 +364,7 @@ def test_an_accepted_path_is_moved_behind_the_text(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4])
-def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
+def test_an_accepted_path_goes_into_a_partial_cache(count):
     """By the kernel as by PyTorch."""
     full = torch.randn(2, 3, 2, 60, 80).bfloat16().unbind()
     own = torch.randn(2, 3, 2, 20, 80).bfloat16()
@@ -382,7 +380,7 @@ def test_an_accepted_path_goes_into_a_partial_cache(count: int) -> None:
     assert left[0][1] == left[1][1] == (17, 18, 18, 19, 19)[count]
 
 
-def test_store_keeps_within_the_capacity() -> None:
+def test_store_keeps_within_the_capacity():
     keys, values = torch.zeros(2, 2, 10, 8)
     backend.TritonAttention.store(keys, values, *torch.ones(2, 2, 4, 8), torch.tensor(8))
     assert keys.sum((1, 2)).tolist() == values.sum((1, 2)).tolist() == [16, 16]
@@ -397,7 +395,7 @@ def test_store_keeps_within_the_capacity() -> None:
         *(pytest.param(name, marks=SLOW) for name in ("Llama, GQA", "gpt-oss (windows, sinks)")),
     ],
 )
-def test_a_model_reads_the_same(monkeypatch, name: str) -> None:
+def test_a_model_reads_the_same(monkeypatch, name):
     """A prompt and a draft tree through a whole model, with stock operators and with the kernel."""
     target = Target(ARCHITECTURES[name].make(97).half())
     tree = random_tree(7, Random(2))
@@ -428,7 +426,7 @@ LONG = AttentionSpec(window=270)
     ],
 )
 @pytest.mark.parametrize("name", first(2, ["a long window", *SPECS]))
-def test_what_layers_want_besides(name: str, prefix: int, nodes: int, tree: bool) -> None:
+def test_what_layers_want_besides(name, prefix, nodes, tree):
     spec = SPECS.get(name, LONG)
     query, keys, values, ancestors, scale = case(
         KV_HEADS, GROUP, DIM, prefix, nodes, torch.float16, sharp=3.0

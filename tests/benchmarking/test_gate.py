@@ -51,7 +51,7 @@ def scaled(name: str, *factors: float, method: str = "tokenswift") -> Change:
     seed by seed.
     """
 
-    def scale(measurement: dict[str, Any]) -> None:
+    def scale(measurement: dict[str, Any]):
         for index, point in enumerate(points_of(measurement, method)):
             # passes are whole
             point[name] = type(point[name])(point[name] * factors[index % len(factors)])
@@ -65,17 +65,17 @@ def blanked(name: str, *methods: str) -> Change:
     ]
 
 
-def shortened(measurement: dict[str, Any]) -> None:
+def shortened(measurement: dict[str, Any]):
     """medusa did not reach the second length."""
     for sample in measurement["samples"]:
         sample["points"] = sample["points"][: 1 if sample["method"] == "medusa" else 2]
 
 
-def without_last(measurement: dict[str, Any]) -> None:
+def without_last(measurement: dict[str, Any]):
     measurement["samples"].pop()
 
 
-def wrong_text(measurement: dict[str, Any]) -> None:
+def wrong_text(measurement: dict[str, Any]):
     measurement["samples"][1].update(same_as_ar=False, explained=False, first_difference=321)
 
 
@@ -83,7 +83,7 @@ def environment(**values: Any) -> Change:
     return lambda measurement: measurement["environment"].update(values)
 
 
-def unchanged(measurement: dict[str, Any]) -> None:
+def unchanged(measurement: dict[str, Any]):
     """Leave it as it is."""
 
 
@@ -122,13 +122,13 @@ def unchanged(measurement: dict[str, Any]) -> None:
         ("speedup:10%", environment(torch="2.0", git_commit=None), 0),
     ],
 )
-def test_what_fails(rule: str, change: Change, failed: int) -> None:
+def test_what_fails(rule, change, failed):
     verdicts = compare(changed(BASE, change), BASE, rule)
     assert sum(not verdict.ok for verdict in verdicts) == failed
 
 
 @every_row("change", [shortened, without_last, blanked("speedup", "medusa"), wrong_text])
-def test_what_only_the_baseline_lacks_does_not_fail(change: Change) -> None:
+def test_what_only_the_baseline_lacks_does_not_fail(change):
     verdicts = compare(BASE, changed(BASE, change), "alpha", "speedup:1%")
     assert all(verdict.ok for verdict in verdicts)
 
@@ -200,9 +200,7 @@ TWICE = make_measurement(repeats=2)
         ),
     ],
 )
-def test_which_baselines_are_refused(
-    ours: dict[str, Any], rule: str, change: Change, force: bool, message: str | None
-) -> None:
+def test_which_baselines_are_refused(ours, rule, change, force, message):
     arguments = (
         typed(ours),
         typed(changed(ours, change)),
@@ -236,20 +234,20 @@ BAD_TOLERANCES = [
 @every_row(
     "rule", [*(f"alpha:{x}" for x in BAD_TOLERANCES), "", "alph:0", "speedup", "tokens_per_s"]
 )
-def test_rules_that_are_refused(rule: str) -> None:
+def test_rules_that_are_refused(rule):
     with refused(r"^fail_on: "):
         parse_rule(rule)
 
 
 @given(st.floats(0, 99.9))
-def test_a_percentage_is_a_share_of_the_baseline(percent: float) -> None:
+def test_a_percentage_is_a_share_of_the_baseline(percent):
     rule = parse_rule(f"speedup:{percent!r}%")
     assert rule.limit(2.0) == pytest.approx(2 - percent / 50)
     assert rule.allows(2.0, rule.limit(2.0))
     assert not rule.allows(2.0, rule.limit(2.0) - 1e-6)
 
 
-def test_the_table_has_what_moved_and_says_simulated() -> None:
+def test_the_table_has_what_moved_and_says_simulated():
     ours = changed(BASE, lambda m: (scaled("alpha", 0.9, 0.7, 0.8, 1.0)(m), wrong_text(m)))
     table = changes_table(compare(ours, BASE, "alpha"))
     assert table.title == "4 of 13 comparisons regressed"
@@ -271,19 +269,19 @@ def test_the_table_has_what_moved_and_says_simulated() -> None:
     assert lacking[0][2] == "REGRESSED: 1 of the baseline's runs not measured"
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
+def test_written_and_read_back(tmp_path):
     path = tmp_path / "bench.json"
     path.write_text(encode(GOOD))
     assert to_json(load_measurement(path)) == GOOD
     assert len(path.read_text().splitlines()) < 150  # a sample per line
 
 
-def test_an_integer_stays_one() -> None:
+def test_an_integer_stays_one():
     whole = changed(GOOD, lambda m: m["samples"][0].update(prefill_seconds=2))
     assert json.dumps(to_json(typed(whole)), sort_keys=True) == json.dumps(whole, sort_keys=True)
 
 
-def test_the_hash_is_of_the_content() -> None:
+def test_the_hash_is_of_the_content():
     workload = GOOD["workload"]
     assert (
         workload_hash(workload)
@@ -353,7 +351,7 @@ def test_the_hash_is_of_the_content() -> None:
         (lambda m: m.update(state="running"), "did not run to its end"),
     ],
 )
-def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> None:
+def test_what_is_no_measurement(tmp_path, content, message):
     path = tmp_path / "baseline.json"
     path.write_bytes(
         content if isinstance(content, bytes) else json.dumps(changed(GOOD, content)).encode()
@@ -363,7 +361,7 @@ def test_what_is_no_measurement(tmp_path: Path, content: Any, message: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_what_cannot_be_read(tmp_path):
     with refused(r"^from: there is no file .*absent.json"):
         load_measurement(tmp_path / "absent.json", "from")
 
@@ -377,7 +375,7 @@ RECORDS = sorted(
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
-def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path) -> None:
+def test_records_of_earlier_versions_are_read_and_written_as_they_are(path):
     content = read_json(path)
     record = read(path, "against")
     written = to_json(record)
@@ -397,5 +395,5 @@ def test_records_of_earlier_versions_are_read_and_written_as_they_are(path: Path
         assert workload_hash(to_json(measurement.workload)) == measurement.workload.hash
 
 
-def test_results_hold_records() -> None:
+def test_results_hold_records():
     assert len(RECORDS) > 30

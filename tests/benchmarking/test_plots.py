@@ -38,7 +38,7 @@ def images() -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_images_open(images: dict[str, bytes]) -> None:
+def test_images_open(images):
     assert list(images) == ["time.png", "time.svg", "acceptance.png", "acceptance.svg"]
     for name in ("time", "acceptance"):
         pixels = matplotlib.image.imread(io.BytesIO(images[f"{name}.png"]), format="png")
@@ -50,9 +50,7 @@ def test_images_open(images: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_the_same_bytes_whatever_the_users_configuration_says(
-    images: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bytes_whatever_the_users_configuration_says(images, monkeypatch):
     # it would take over the user's windows
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "svg.hashsalt": None}):
@@ -61,7 +59,7 @@ def test_the_same_bytes_whatever_the_users_configuration_says(
         assert matplotlib.rcParams["svg.hashsalt"] is None
 
 
-def test_time_has_a_line_per_method() -> None:
+def test_time_has_a_line_per_method():
     figure = time_figure(SEEDS)
     (axes,) = figure.axes
     assert labels_of(axes) == legend_of(figure) == NAMES
@@ -73,14 +71,14 @@ def test_time_has_a_line_per_method() -> None:
     )
 
 
-def test_a_model_is_called_by_its_own_name() -> None:
+def test_a_model_is_called_by_its_own_name():
     for name, shown in (("/data/model.gguf", "model.gguf,"), ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B,")):
         measurement = make_measurement(seeds=(0,))
         measurement["workload"]["model"] = name
         assert time_figure(typed(measurement)).get_suptitle().split("\n")[1].startswith(shown)
 
 
-def test_time_is_the_mean_over_runs() -> None:
+def test_time_is_the_mean_over_runs():
     measurement = typed(make_measurement(methods=("ar",), seeds=(0, 1), lens=(6000,)))
     for sample, end in zip(measurement.samples, (6000.0, 7200.0), strict=True):
         sample.slices = [(3000, 60.0), (6000, end)]
@@ -91,7 +89,7 @@ def test_time_is_the_mean_over_runs() -> None:
     assert axes.get_ylabel() == "decoding time, minutes"
 
 
-def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
+def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation():
     figure = acceptance_figure(SEEDS)
     alpha, beta, speedup = figure.axes
     assert labels_of(alpha) == labels_of(beta) == NAMES[2:]
@@ -100,19 +98,19 @@ def test_acceptance_has_three_panels_and_bars_of_a_standard_deviation() -> None:
     assert list(alpha.lines[0].get_ydata()) == pytest.approx([0.43, 0.43])  # 0.42, 0.43 and 0.44
     assert [axes.get_ylabel().split()[-1] for axes in figure.axes] == ["alpha", "beta", "x"]
     assert [len(axes.collections) for axes in figure.axes] == [2, 2, 4]
-    (low, high), *_ = alpha.collections[0].get_segments()  # type: ignore[attr-defined]
+    (low, high), *_ = alpha.collections[0].get_segments()
     assert (low[1], high[1]) == pytest.approx((0.42, 0.44))  # a standard deviation of 0.01
     assert [len(axes.collections) for axes in acceptance_figure(SINGLE).axes] == [0, 0, 0]
     assert [axes.get_ylim()[0] == 0 for axes in figure.axes] == [True, True, False]
 
 
-def test_acceptance_has_no_empty_panel() -> None:
+def test_acceptance_has_no_empty_panel():
     plain = typed(make_measurement(methods=("ar",), seeds=(0,)))
     assert [axes.get_ylabel() for axes in acceptance_figure(plain).axes] == ["speedup over AR, x"]
 
 
 @pytest.mark.slow
-def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
+def test_simulated_and_estimated_are_in_title_legend_and_file_name():
     simulated = typed(
         make_measurement(seeds=(0,), ar="sampled", simulated={"weights": True, "alpha": 0.9})
     )
@@ -128,7 +126,7 @@ def test_simulated_and_estimated_are_in_title_legend_and_file_name() -> None:
     assert [*files(simulated)][::2] == ["time-simulated.png", "acceptance-simulated.png"]
 
 
-def test_each_prefill_and_each_kind_of_prompts_has_its_panels() -> None:
+def test_each_prefill_and_each_kind_of_prompts_has_its_panels():
     record = make_measurement(prompts=("a", "bb"), seeds=(0,), prefills=(8, 16))
     assert [axes.get_title() for axes in time_figure(typed(record)).axes] == [
         "prefill 8 tokens",

@@ -19,7 +19,7 @@ def grams(tokens, n):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 150, 700])
-def test_figures_are_what_their_definitions_say(length: int) -> None:
+def test_figures_are_what_their_definitions_say(length):
     tokens = random.Random(length).choices(range(9), k=length)
     figures = quality(tokens)
     assert tuple(figures) == tuple(from_source(QUALITY))
@@ -58,7 +58,7 @@ def shown(*texts: SuiteText) -> str:
     return texts_html(record, "demo <x>")
 
 
-def test_repetitions_are_where_a_plain_search_finds_them() -> None:
+def test_repetitions_are_where_a_plain_search_finds_them():
     tokens = random.Random(3).choices(range(3), k=120)
     marks = [False] * len(tokens)
     for start in range(len(tokens) - 4):
@@ -69,7 +69,7 @@ def test_repetitions_are_where_a_plain_search_finds_them() -> None:
     assert repeated([1, 2], 8) == [False, False]
 
 
-def test_a_page_holds_both_texts_with_what_they_repeat_marked() -> None:
+def test_a_page_holds_both_texts_with_what_they_repeat_marked():
     stale, fresh = kept([*range(10), 50, *range(9)], "without"), kept(list(range(20)))
     assert [mark for _, mark in spans(stale)] == [False, True]
     assert "".join(part for part, _ in spans(stale)) == "".join(stale.pieces)

@@ -50,14 +50,14 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_golden(name: str) -> None:
+def test_golden(name):
     assert TEXTS[name] == (GOLDEN / name).read_text(encoding="utf-8")
 
 
 def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
     """The cell of medusa at one length, its points' figure set to these values in turn."""
 
-    def set_values(measurement: dict[str, Any]) -> None:
+    def set_values(measurement: dict[str, Any]):
         for point, value in zip(points_of(measurement, "medusa"), values, strict=True):
             point[name] = value
 
@@ -65,7 +65,7 @@ def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
     return next(cell for cell in cells if cell.axis == "medusa")
 
 
-def test_times_count_every_sample_and_counters_every_draw_once() -> None:
+def test_times_count_every_sample_and_counters_every_draw_once():
     figure = cell_with("speedup", [1.0, 2.0, 4.0], seeds=(0, 1, 2)).figures["speedup"]
     assert figure.n == 3
     # ((4/3)^2 + (1/3)^2 + (5/3)^2) / 2
@@ -83,7 +83,7 @@ def test_times_count_every_sample_and_counters_every_draw_once() -> None:
     assert (noisy.figures["passes"].n, noisy.figures["passes"].mean) == (2, 201)
 
 
-def test_values_that_are_missing_do_not_count() -> None:
+def test_values_that_are_missing_do_not_count():
     assert cell_with("speedup", [None, 2.0], seeds=(0, 1)).figures["speedup"] == Figure(
         1, 2.0, None
     )
@@ -91,7 +91,7 @@ def test_values_that_are_missing_do_not_count() -> None:
     assert nothing["ar_seconds"] == nothing["delta"] == Figure(0, None, None)
 
 
-def test_cells_are_ordered_whatever_the_samples_are() -> None:
+def test_cells_are_ordered_whatever_the_samples_are():
     measurement = make_measurement(prefills=(4096, 1024), prompts=("a", "bb"))
     random.Random(0).shuffle(measurement["samples"])
     cells = summarise(typed(measurement))
@@ -108,7 +108,7 @@ def notes_of(measurement: dict[str, Any]) -> Sequence[str]:
     return table.notes
 
 
-def differing(measurement: dict[str, Any]) -> None:
+def differing(measurement: dict[str, Any]):
     for sample in measurement["samples"][1::3]:  # medusa
         sample.update(same_as_ar=False, explained=False, first_difference=77)
 
@@ -147,13 +147,13 @@ OVER = "Mean ± sample standard deviation over"
         ),
     ],
 )
-def test_notes(measurement: dict[str, Any], note: str) -> None:
+def test_notes(measurement, note):
     start, _, end = note.partition("*")
     assert any(start in line and end in line for line in notes_of(measurement))
 
 
-def test_cells_that_are_missing_are_dashes() -> None:
-    def stop_early(measurement: dict[str, Any]) -> None:
+def test_cells_that_are_missing_are_dashes():
+    def stop_early(measurement):
         for sample in measurement["samples"]:
             if sample["method"] == "medusa":
                 sample["points"].pop()
@@ -171,7 +171,7 @@ def test_cells_that_are_missing_are_dashes() -> None:
 
 
 @pytest.mark.slow
-def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
+def test_all_files_are_written_and_nothing_else(tmp_path):
     paths = write_report(typed(SMALL), tmp_path / "a" / "b", draw=True)
     assert [path.name for path in paths] == [
         *("bench.json", "bench.csv", "bench.md"),
@@ -181,17 +181,17 @@ def test_all_files_are_written_and_nothing_else(tmp_path: Path) -> None:
     assert json.loads(paths[0].read_text()) == SMALL
 
 
-def test_nothing_reached_is_reported_without_plots(tmp_path: Path) -> None:
+def test_nothing_reached_is_reported_without_plots(tmp_path):
     nothing = typed({**SMALL, "state": "interrupted", "samples": []})
     _, table, text = write_report(nothing, tmp_path, paper=True, draw=True)
     assert len(table.read_text().splitlines()) == 1  # the head
     assert "\nNothing was measured: no length was reached.\n" in text.read_text()
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_whole_or_as_it_was(tmp_path, monkeypatch):
     (tmp_path / "bench.json").write_text("before")
 
-    def fail(source: Path, target: Path) -> None:
+    def fail(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", fail)
@@ -210,7 +210,7 @@ TABLE = Table(
 )
 
 
-def test_tables_in_markdown_and_in_a_pipe() -> None:
+def test_tables_in_markdown_and_in_a_pipe():
     assert TABLE.markdown() == (
         "## A title\n\n"
         "| name | alpha | x |\n"
@@ -229,10 +229,10 @@ def test_tables_in_markdown_and_in_a_pipe() -> None:
 
 
 @every_row("width", [80, 34, 27])
-def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
+def test_a_terminal_folds_and_cuts_nothing(width):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(TABLE)
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     for word in ("title", "one|two", "[red]three", "0.425", "0.007", "1.23", "1.5", "note."):
         assert word in shown
@@ -258,7 +258,7 @@ def test_a_terminal_folds_and_cuts_nothing(width: int) -> None:
         (METRICS["seconds"].text(Figure(2, 90.0, 3.0)), "1.50 min"),
     ],
 )
-def test_numbers(shown: str, text: str) -> None:
+def test_numbers(shown, text):
     assert shown == text
 
 

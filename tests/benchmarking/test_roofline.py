@@ -8,7 +8,6 @@ import subprocess
 from ctypes import c_int32, c_int64
 from dataclasses import replace
 from importlib.resources import files
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,7 +53,7 @@ def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Floo
     return floors(LLAMA, machine, RooflineQuery(**query), positions)
 
 
-def test_the_papers_table_2() -> None:
+def test_the_papers_table_2():
     text = (files("tswift.benchmarking") / "paper" / "table2_roofline.csv").read_text(
         encoding="utf-8"
     )
@@ -68,7 +67,7 @@ def test_the_papers_table_2() -> None:
     assert round(1e3 * computing_seconds(LLAMA, A100, 131_072, 1), 1) == paper["max computing time"]
 
 
-def test_a_pass_takes_the_longer_of_loading_and_computing() -> None:
+def test_a_pass_takes_the_longer_of_loading_and_computing():
     assert (SMALL.weight_bytes, SMALL.kv_bytes, SMALL.flops(0), SMALL.flops(1)) == (
         200,
         16,
@@ -83,14 +82,12 @@ def test_a_pass_takes_the_longer_of_loading_and_computing() -> None:
 
 
 @given(st.integers(0, 50), st.integers(1, 60))
-def test_plain_decoding_is_the_sum_over_its_passes(context: int, length: int) -> None:
+def test_plain_decoding_is_the_sum_over_its_passes(context, length):
     one_by_one = sum(pass_seconds(SMALL, MACHINE, context + token, 1) for token in range(length))
     assert plain_seconds(SMALL, MACHINE, context, length) == pytest.approx(one_by_one)
 
 
-def test_a_benchmark_has_the_floor_of_plain_decoding(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_has_the_floor_of_plain_decoding(checkpoint, monkeypatch):
     options = {"methods": ("ar", "reuse"), "model": str(checkpoint), "exact": False}
     model = configure(BenchOptions.of({}, options)).model
     network = model.target.model
@@ -104,7 +101,7 @@ def test_a_benchmark_has_the_floor_of_plain_decoding(
     assert plain_floor(model, RATES) is None
 
 
-def test_a_row_for_each_context_and_number_of_nodes() -> None:
+def test_a_row_for_each_context_and_number_of_nodes():
     result = ask(contexts=(100, 50_000), nodes=(1, 8, 41), prefill=10, length=500)
     assert [(row.context, row.nodes) for row in result.passes] == [
         (c, n) for c in (100, 50_000) for n in (1, 8, 41)
@@ -124,8 +121,8 @@ def test_a_row_for_each_context_and_number_of_nodes() -> None:
 
 @pytest.mark.slow
 def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Of as many bytes, which a cache may hold, and of the narrowest numbers."""
     read, multiplied = list[int](), list[int]()
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
@@ -144,7 +141,7 @@ def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
 
 
 @needs_program
-def test_multiply_adds_are_counted_and_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiply_adds_are_counted_and_stay_in_registers(monkeypatch):
     """So that nothing but them takes the time: what a core can do is no less than it is said to."""
     options = [option for option in (*_FLAGS, *widest_vectors()) if option != "-shared"]
     command = [*_compiler(), *options, "-S", "-o", "-", str(module._RATES)]
@@ -168,9 +165,7 @@ def test_multiply_adds_are_counted_and_stay_in_registers(monkeypatch: pytest.Mon
 @pytest.mark.slow
 @needs_program
 @pytest.mark.parametrize("weights", ["int4", None])
-def test_plain_decoding_does_not_beat_its_floor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str | None
-) -> None:
+def test_plain_decoding_does_not_beat_its_floor(tmp_path, monkeypatch, weights):
     """On the bundled model, whose weights the processor's caches hold."""
     monkeypatch.setattr(run_module, "machine_for", module.machine_for)
     words = [
@@ -189,7 +184,7 @@ def test_plain_decoding_does_not_beat_its_floor(
     assert min(shares.values()) >= 1
 
 
-def test_contexts_go_as_far_as_the_model() -> None:
+def test_contexts_go_as_far_as_the_model():
     short: dict[str, Any] = {"prefill": 10, "length": 10}
     assert [row.context for row in ask(positions=50_000, **short).passes[::2]] == list(CONTEXTS[:3])
     assert {row.context for row in ask(positions=100, **short).passes} == {100}
@@ -208,12 +203,12 @@ def test_contexts_go_as_far_as_the_model() -> None:
         ),
     ],
 )
-def test_queries_that_have_no_answer(changes: dict[str, Any], message: str) -> None:
+def test_queries_that_have_no_answer(changes, message):
     with refused(f"^{message}"):
         ask(positions=50_000, **changes)
 
 
-def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_follow_from_the_fastest_try(monkeypatch):
     monkeypatch.setattr(module, "available_bytes", lambda device: 4_000_000)
     monkeypatch.setattr(module, "_SIZES", (8, 16))
     monkeypatch.setattr(module, "_LEAST_SECONDS", 0.0)
@@ -221,7 +216,7 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
     seconds = iter([9.0, 2, 1, 4, 4, 4, *[0.001] * 6, *[5.0] * 6])
     readings = [0.0]
 
-    def clock() -> float:
+    def clock():
         readings.append(readings[-1] + (next(seconds) if len(readings) % 2 == 0 else 0.0))
         return readings[-1]
 
@@ -232,7 +227,7 @@ def test_rates_follow_from_the_fastest_try(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_this_machine() -> None:
+def test_this_machine():
     machine = module.measure_machine(CPU, torch.float32)
     assert 1e8 < machine.bandwidth < 1e13
     assert 1e7 < machine.flops < 1e16

@@ -172,7 +172,7 @@ def chain(depth: int) -> DraftTree:
 
 
 @given(st.integers(1, 100), st.integers(1, 6), st.integers(1, 60))
-def test_the_share_is_met_to_the_token(percent: int, depth: int, steps: int) -> None:
+def test_the_share_is_met_to_the_token(percent, depth, steps):
     walk = SimulatedWalk(percent / 100, depth)
     accepted = 0
     for step in range(1, steps + 1):
@@ -180,16 +180,14 @@ def test_the_share_is_met_to_the_token(percent: int, depth: int, steps: int) -> 
         assert accepted == percent * depth * step // 100
 
 
-def test_what_a_shallow_tree_could_not_give_later_ones_do() -> None:
+def test_what_a_shallow_tree_could_not_give_later_ones_do():
     walk = SimulatedWalk(0.5, 4)
     accepted = [len(walk(chain(depth), [])) - 1 for depth in (4, 1, 0, 4, 4, 4)]
     assert accepted == [2, 1, 0, 4, 3, 2]  # two are owed at every step
 
 
 @given(st.integers(0, 1000), st.integers(1, 30), st.floats(0.01, 1))
-def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(
-    seed: int, nodes: int, alpha: float
-) -> None:
+def test_the_path_leads_from_the_root_to_the_first_node_deep_enough(seed, nodes, alpha):
     tree = random_tree(nodes, random.Random(seed))
     path = SimulatedWalk(alpha, 5)(tree, [])
     assert [tree.parents[node] for node in path[1:]] == path[:-1]
@@ -328,7 +326,7 @@ def test_ctrl_c_during_the_audit_keeps_the_samples(checkpoint, monkeypatch):
     assert [len(sample["points"]) for sample in record["samples"]] == [1, 1]
 
 
-def patched(monkeypatch: pytest.MonkeyPatch, method: str, change) -> None:
+def patched(monkeypatch, method: str, change):
     """Let the decode of a method be changed before it runs."""
     begin = run_module.begin
 
@@ -341,7 +339,7 @@ def patched(monkeypatch: pytest.MonkeyPatch, method: str, change) -> None:
     monkeypatch.setattr(run_module, "begin", changed)
 
 
-def skip_the_penalty(generation) -> None:
+def skip_the_penalty(generation):
     sampler = generation.decoding._context.sampler
     sampler.params = dataclasses.replace(sampler.params, penalty=1.0)
 
@@ -373,7 +371,7 @@ def test_exact_passes_are_part_of_the_workload(checkpoint, monkeypatch):
 
 
 @needs_program
-def test_the_gate_still_asks_what_its_baseline_was_asked() -> None:
+def test_the_gate_still_asks_what_its_baseline_was_asked():
     """The workload of ``make gate`` has the hash in ``results/baseline.json``,
     or the gate would refuse to compare.
     """

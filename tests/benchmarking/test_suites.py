@@ -17,7 +17,7 @@ from tswift.benchmarking.record import SuiteRecord
 from tswift.benchmarking.report import tables, write_report
 from tswift.benchmarking.run import measure
 from tswift.benchmarking.suite_run import begin_suite, judge_texts, prepare, quality, tree_nodes
-from tswift.benchmarking.suites import SUITES, Suite, find_suite, published_rows, summarise_suite
+from tswift.benchmarking.suites import SUITES, find_suite, published_rows, summarise_suite
 from tswift.benchmarking.summary import METRICS
 from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.methods import METHODS
@@ -28,7 +28,7 @@ PUBLISHED = {f"table{n}" for n in (1, 3, 4, 5, 6, 7, 8, 12)} | {"figure1"}
 
 
 @every_row("suite", SUITES.values())
-def test_a_suite_fits_together(suite: Suite) -> None:
+def test_a_suite_fits_together(suite):
     assert {*suite.columns, *suite.plotted} <= set(METRICS)
     assert set(suite.methods) <= set(METHODS)
     assert len(set(suite.labels)) == len(suite.labels)
@@ -45,7 +45,7 @@ def test_a_suite_fits_together(suite: Suite) -> None:
 
 
 @every_row("suite", SUITES.values())
-def test_every_published_row_has_its_place(suite: Suite) -> None:
+def test_every_published_row_has_its_place(suite):
     rows = published_rows(suite)
     assert bool(rows) == (suite.name in PUBLISHED)
     names = {*suite.labels, *suite.methods, *(["ar"] if suite.plain else [])}
@@ -57,7 +57,7 @@ def test_every_published_row_has_its_place(suite: Suite) -> None:
         assert {*suite.columns} & {name for row in rows for name in row.figures}
 
 
-def test_what_was_published_is_read_as_it_is() -> None:
+def test_what_was_published_is_read_as_it_is():
     partial = next(
         row
         for row in published_rows(SUITES["table5"])
@@ -92,7 +92,7 @@ def test_what_was_published_is_read_as_it_is() -> None:
     }
 
 
-def test_what_a_suite_sets_itself() -> None:
+def test_what_a_suite_sets_itself():
     assert SUITES["table5"].own == {"methods", "kv", "ngrams"}
     assert SUITES["table7"].own == {"methods", "tree", "nodes", "gamma", "ngrams"}
     assert SUITES["table12"].own == {"methods", "top_p", "min_p", "eta"}
@@ -109,7 +109,7 @@ PROMPTS = [Prompt("p", list(range(1, 9)))]
 class Prepared:
     """A suite at tiny scale on the checkpoint."""
 
-    def __init__(self, checkpoint: Path, name: str, **changes: Any) -> None:
+    def __init__(self, checkpoint: Path, name: str, **changes: Any):
         self.suite = dataclasses.replace(SUITES[name], **changes)
         self.groups, self.missing = prepare(
             self.suite, BenchOptions.of({}, {"model": str(checkpoint)}), Plan((4,), (6,))
@@ -124,12 +124,12 @@ class Prepared:
         return summarise_suite(record)["rows"]
 
 
-def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_was_measured(checkpoint, tmp_path):
     prepared = Prepared(checkpoint, "table12")
     plan = Plan((4,), (6, 12), warmup=0)
     record = prepared.begin(plan)
 
-    def tick(label, number, cells, case, run) -> None:  # type: ignore[no-untyped-def]
+    def tick(label, number, cells, case, run):
         if label == "min-p 0.1" and run.stats.tokens > 8:
             raise KeyboardInterrupt
 
@@ -145,7 +145,7 @@ def test_ctrl_c_keeps_what_was_measured(checkpoint: Path, tmp_path: Path) -> Non
     assert len(write_report(record, tmp_path)) == 3
 
 
-def test_the_places_of_one_length_stand_side_by_side_in_the_plot(checkpoint: Path) -> None:
+def test_the_places_of_one_length_stand_side_by_side_in_the_plot(checkpoint):
     prepared = Prepared(checkpoint, "table12")
     places = ["top-p 0.9", "min-p 0.1", "eta 2e-4"]
     for lens, ticks, legends in (((6,), places, []), ((6, 12), None, [places])):
@@ -163,7 +163,7 @@ def test_the_places_of_one_length_stand_side_by_side_in_the_plot(checkpoint: Pat
 
 
 @pytest.mark.slow
-def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
+def test_every_text_has_its_own_figures(checkpoint):
     prepared = Prepared(checkpoint, "case-study")
     plan = Plan((4,), (30, 150), (1, 2), warmup=0)
     record = prepared.begin(plan)
@@ -183,7 +183,7 @@ def test_every_text_has_its_own_figures(checkpoint: Path) -> None:
     assert second["figures"]["seq_rep_4"]["std"] is not None
 
 
-def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_cannot_run_is_left_out_and_said(checkpoint, tmp_path):
     short, long = (
         {"short": ("tokenswift", {"tree": (1, 1)})},
         {"long": ("tokenswift", {"tree": (1,) * 9})},
@@ -197,7 +197,7 @@ def test_what_cannot_run_is_left_out_and_said(checkpoint: Path, tmp_path: Path) 
         Prepared(checkpoint, "table7", contenders=long)
 
 
-def test_a_tree_of_a_suite_has_room_for_all_of_its_nodes(checkpoint: Path) -> None:
+def test_a_tree_of_a_suite_has_room_for_all_of_its_nodes(checkpoint):
     contenders = Prepared(checkpoint, "table7").groups[""].contenders
     # the heads are chained
     assert [variant.options.nodes for variant in contenders[1:]] == [121, 821, 41]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from hashlib import sha256
-from pathlib import Path
 
 from pyarrow import Table, parquet
 
@@ -18,7 +17,7 @@ from tswift.benchmarking.workloads import encode, read_workloads
 from tswift.jobs.config import Text
 
 
-def test_the_bundled_ones() -> None:
+def test_the_bundled_ones():
     found = read_workloads(["prose", "reasoning", "structured"])
     assert Counter(text.kind for text in found) == {"prose": 5, "reasoning": 6, "structured": 3}
     assert [text.name for text in found][-3:] == [
@@ -29,7 +28,7 @@ def test_the_bundled_ones() -> None:
     assert len({text.text for text in found}) == len(found)
 
 
-def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
+def test_a_structured_text_repeats_its_frame_and_not_its_content():
     texts = {text.name: text.text for text in read_workloads(["structured:7"])}
     assert len(texts) == len(set(texts.values())) == 7
     entries = [entry.split("\n", 1) for entry in texts["structured/diary-1"].split("\n\n")[1:-1]]
@@ -44,7 +43,7 @@ def test_a_structured_text_repeats_its_frame_and_not_its_content() -> None:
     assert digest == "1a6934dfd41f7b8ab967735b1aeef158b15190b12eb491d4f56579ce891a68b5"
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl(tmp_path):
     path = tmp_path / "aime.jsonl"
     lines = [
         {"ID": "2024-I-1", "Problem": "Find x.", "Answer": 7},
@@ -56,7 +55,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [text.name for text in read_workloads([f"{path}:1"])] == ["aime/2024-I-1"]
 
 
-def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
+def test_what_data_sets_for_drafters_have(tmp_path):
     """Spec-Bench and SPEED-Bench: what a user says in turns, and a category; in parquet, too."""
     rows = [
         {
@@ -117,7 +116,7 @@ def test_what_data_sets_for_drafters_have(tmp_path: Path) -> None:
         (["FILE"], '{"prompt": "a", "kind": 1}', "line 1 of x.jsonl: its kind or id is no text"),
     ],
 )
-def test_what_is_no_workload(tmp_path: Path, words: list[str], line: str, message: str) -> None:
+def test_what_is_no_workload(tmp_path, words, line, message):
     (tmp_path / "x.jsonl").write_text(line)
     with refused() as raised:
         read_workloads([word.replace("FILE", str(tmp_path / "x.jsonl")) for word in words])
@@ -125,7 +124,7 @@ def test_what_is_no_workload(tmp_path: Path, words: list[str], line: str, messag
     assert raised.value.field == "workload"
 
 
-def test_a_table_by_kind() -> None:
+def test_a_table_by_kind():
     record = make_measurement(
         methods=("ar", "medusa"), prompts=("a", "bb", "c"), seeds=(0,), lens=(500,)
     )
@@ -145,18 +144,18 @@ def test_a_table_by_kind() -> None:
     assert [line.split(",")[8] for line in lines] == ["workload", "prose", "prose", "log", "log"]
 
 
-def test_prompts_in_a_chat_template(tmp_path: Path) -> None:
+def test_prompts_in_a_chat_template(tmp_path):
     class Model:
         name = "m"
         tokenizer = None
 
-        def encode(self, text: str, bare: bool = False) -> list[int]:
+        def encode(self, text, bare=False):
             return [int(bare)] * len(text)
 
     class Tokenizer:
         chat_template = "there is one"
 
-        def apply_chat_template(self, messages, **_: object) -> str:
+        def apply_chat_template(self, messages, **_):
             return f"<{messages[-1]['content']}>"
 
     model = Model()

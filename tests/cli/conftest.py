@@ -52,9 +52,7 @@ Tswift = Callable[..., Result]
 
 
 @pytest.fixture
-def tswift(
-    capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Result]:
+def tswift(capfdbinary, tmp_path, monkeypatch) -> Callable[..., Result]:
     """Run ``tswift`` with these words, in an empty working directory."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
@@ -99,7 +97,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
 
 
 @pytest.fixture
-def prompt(tmp_path: Path) -> Path:
+def prompt(tmp_path) -> Path:
     """A file with a short prompt."""
     path = tmp_path / "prompt.txt"
     path.write_text(TEXT)

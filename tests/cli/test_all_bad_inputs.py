@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ from tswift.loading.model import LoadedModel
 
 
 @pytest.fixture(scope="module")
-def world(
-    tmp_path_factory: pytest.TempPathFactory, load_once: Callable[..., LoadedModel]
-) -> Iterator[World]:
+def world(tmp_path_factory, load_once: Callable[..., LoadedModel]) -> Iterator[World]:
     """What cases start from; no case may change it."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "here").mkdir()
@@ -38,7 +35,7 @@ GROUPS = {name: list(cases) for name, cases in groupby(sorted(CASES, key=_group)
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_are_refused_in_one_line(name: str, world: World, tmp_path: Path) -> None:
+def test_are_refused_in_one_line(name, world, tmp_path):
     wrong = {}
     for number, case in enumerate(GROUPS[name]):
         here = tmp_path / str(number)
@@ -50,6 +47,6 @@ def test_are_refused_in_one_line(name: str, world: World, tmp_path: Path) -> Non
     assert not wrong
 
 
-def test_there_are_many() -> None:
+def test_there_are_many():
     names = [case.name for case in CASES]
     assert len(names) == len(set(names)) >= 150

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tswift as package
-from tests.cli.conftest import Tswift
 from tests.cli.terminal import on_terminal
 from tests.words import words_of
 from tswift.cli.output import Display, Pace
@@ -25,7 +24,7 @@ from tswift.models.config import SHAPES
 
 
 @pytest.mark.slow
-def test_help_does_not_import_torch() -> None:
+def test_help_does_not_import_torch():
     commands = ("generate", "verify", "bench", "roofline", "train")
     code = "import sys; from tswift.cli import main; main(['--help']); "
     code += "".join(f"main(['{name}', '--help']); " for name in commands)
@@ -75,7 +74,7 @@ NO_NAMES = {
 
 @pytest.mark.parametrize("command", NAMED)
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_a_name_that_no_file_can_have(tswift: Tswift, command: str, name: str) -> None:
+def test_a_name_that_no_file_can_have(tswift, command, name):
     for option in NAMED[command]:
         typed = f"{name}.jsonl" if option == "--workload" else name
         refused = tswift(*command.split(), *option.split(), typed)
@@ -88,7 +87,7 @@ def test_a_name_that_no_file_can_have(tswift: Tswift, command: str, name: str) -
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_run_to_resume_that_is_not_there(tswift: Tswift) -> None:
+def test_a_run_to_resume_that_is_not_there(tswift):
     assert (
         tswift("generate", "--resume", "nope").err
         == "tswift: error: --resume: there is no folder nope\n"
@@ -96,14 +95,14 @@ def test_a_run_to_resume_that_is_not_there(tswift: Tswift) -> None:
 
 
 @pytest.mark.parametrize("command", ["bench", "roofline"])
-def test_the_help_lists_every_shape(tswift: Tswift, command: str) -> None:
+def test_the_help_lists_every_shape(tswift, command):
     said = "".join(
         character for character in tswift(command, "--help").text if character.isprintable()
     )
     assert all(name in "".join(said.replace("│", "").split()) for name in SHAPES)
 
 
-def test_every_name_of_a_file_is_expanded(monkeypatch, tmp_path: Path, tswift: Tswift) -> None:
+def test_every_name_of_a_file_is_expanded(monkeypatch, tmp_path, tswift):
     """A shell leaves the ``~`` of ``--out=~/run`` as it is."""
     monkeypatch.setenv("HOME", str(tmp_path))
     tswift("export-generate", "~/model").ok()
@@ -130,7 +129,7 @@ CHEAP = """
 """
 
 
-def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path):
     lines = [line.split() for line in CHEAP.strip().splitlines()]
     code = f"import os, sys; os.chdir({str(tmp_path)!r}); from tswift.cli import main; "
     code += f"print([main(words) for words in {lines}], 'torch' in sys.modules)"
@@ -140,7 +139,7 @@ def test_cheap_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> 
     assert not any(tmp_path.iterdir())
 
 
-def test_version_and_help(tswift: Tswift) -> None:
+def test_version_and_help(tswift):
     result = tswift("--version")
     assert (result.code, result.text) == (0, f"tswift {package.__version__}\n")
     for words, said in (((), b"generate"), (("heads",), b"inspect")):
@@ -157,10 +156,8 @@ def test_version_and_help(tswift: Tswift) -> None:
         (MemoryError(), "no memory is left"),
     ],
 )
-def test_what_breaks_on_the_way_is_one_line(
-    tswift: Tswift, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
-) -> None:
-    def broken(*arguments: object) -> None:
+def test_what_breaks_on_the_way_is_one_line(tswift, monkeypatch, error, says):
+    def broken(*arguments):
         raise error
 
     monkeypatch.setattr("tswift.jobs.job.start", broken)
@@ -173,7 +170,7 @@ def test_what_breaks_on_the_way_is_one_line(
             tswift("generate")
 
 
-def test_machine_and_costs(tswift: Tswift, checkpoint: Path) -> None:
+def test_machine_and_costs(tswift, checkpoint):
     asked = ("env", "--model", checkpoint, "--dtype", "float32")
     found = tswift(*asked).ok()
     told = tswift(*asked, "--json", "-").json
@@ -201,7 +198,7 @@ with Display(SimpleNamespace(prompt=[1], length=100), quiet=False, progress=True
 
 
 @pytest.mark.slow
-def test_text_goes_above_the_bar_in_whole_lines() -> None:
+def test_text_goes_above_the_bar_in_whole_lines():
     text = on_terminal(CODE, columns=20).decode()
     # each line is printed once, unbroken, at the start of a line
     for line in ("one two three\r\n", "[bold]five[/bold]", "six seven eight\r\n", "nine ten"):
@@ -209,7 +206,7 @@ def test_text_goes_above_the_bar_in_whole_lines() -> None:
     assert "\x1b[1m" not in text
 
 
-def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_raw_when_stdout_is_no_terminal(capfdbinary):
     stats = DecodeStats(4, tokens=1)
     job: Any = SimpleNamespace(prompt=[1], length=10)
     with Display(job, quiet=True, progress=True) as display:
@@ -225,14 +222,12 @@ def test_raw_when_stdout_is_no_terminal(capfdbinary: pytest.CaptureFixture[bytes
     base=st.floats(0.5, 9.0),
     key=st.floats(0.0, 1.0),
 )
-def test_what_is_left_counts_on_slower_passes(
-    prompt: int, length: int, share: float, base: float, key: float
-) -> None:
+def test_what_is_left_counts_on_slower_passes(prompt, length, share, base, key):
     """The first token takes ``base`` seconds and the share ``key`` more, which grows with the text
     before a token.
     """
 
-    def seconds(tokens: int) -> float:
+    def seconds(tokens):
         return base * (tokens + key * (prompt * tokens + tokens**2 / 2) / prompt)
 
     pace = Pace(prompt)
@@ -243,7 +238,7 @@ def test_what_is_left_counts_on_slower_passes(
     assert pace.left(length - tokens) == pytest.approx(expected, rel=1e-6)
 
 
-def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:
+def test_rare_options_are_in_the_whole_help_alone(tswift):
     usual, whole = (tswift("generate", option).text for option in ("--help", "--help-all"))
     assert "--temperature" in usual
     assert "--gamma" not in usual
@@ -251,7 +246,7 @@ def test_rare_options_are_in_the_whole_help_alone(tswift: Tswift) -> None:
     assert tswift("generate", "--help").text == usual
 
 
-def test_folders_of_tests_may_have_blanks(monkeypatch, tmp_path) -> None:
+def test_folders_of_tests_may_have_blanks(monkeypatch, tmp_path):
     folder = tmp_path / "two words"
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     words = words_of([f"generate --model {folder}/m --stop 'a b'"])

@@ -96,7 +96,7 @@ def counted(folder: str | Path) -> list:
     return [places, figures, texts]
 
 
-def stop(monkeypatch, after: int, error: type[BaseException]) -> None:
+def stop(monkeypatch, after: int, error: type[BaseException]):
     """Let cells after some be stopped on their way."""
     advance = run_module.Run.advance
     cells = []

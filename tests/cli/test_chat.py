@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Tswift
 from tests.serving.server import with_template
 from tests.words import words_of
 
@@ -21,13 +20,11 @@ WORDS = "--method ar --seed 1 --temperature 1.5"
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(checkpoint: Path, tmp_path_factory) -> Path:
     return with_template(checkpoint, tmp_path_factory.mktemp("chat") / "tiny")
 
 
-def test_lines_are_turns(
-    tswift: Tswift, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_are_turns(tswift, model, tmp_path, monkeypatch):
     (tmp_path / "system.txt").write_text("Be brief.\n")
     words = f"{WORDS} --model {model} -n 12 -t 1 --system {tmp_path}/system.txt"
     monkeypatch.chdir(tmp_path)
@@ -46,9 +43,7 @@ def test_lines_are_turns(
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_cannot_be_answered(
-    tswift: Tswift, model: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_answered(tswift, model, checkpoint, monkeypatch):
     """Is told before a turn, where that shows; a turn that goes wrong has no figures."""
     words = f"chat {WORDS} -n 4 --model"
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
@@ -60,7 +55,7 @@ def test_what_cannot_be_answered(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_not_the_chat(model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_an_answer_and_not_the_chat(model, tmp_path):
     words = words_of([f"-m tswift chat {WORDS} --model {model} -n 3000 --no-stop-at-eos"])
     errors = tmp_path / "errors"
     with errors.open("w") as stderr:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Tswift
 from tests.conftest import SENTENCES, make_checkpoint
 from tests.helpers import read_json
 
@@ -17,19 +16,19 @@ RATES = "--bandwidth 40 --flops 0.1"
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small"), max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture
-def long_text(tmp_path: Path) -> Path:
+def long_text(tmp_path) -> Path:
     path = tmp_path / "long.txt"
     path.write_text(" ".join(SENTENCES * 3))
     return path
 
 
 @pytest.mark.slow
-def test_generate_ends_where_the_model_does(tswift: Tswift, small: Path, tmp_path: Path) -> None:
+def test_generate_ends_where_the_model_does(tswift, small, tmp_path):
     words = (f"generate --no-progress --model {small} --prompt-text", "The ship")
     result = tswift(*words, f"--out {tmp_path}/a").ok()
     prompt, made = (
@@ -44,15 +43,13 @@ def test_generate_ends_where_the_model_does(tswift: Tswift, small: Path, tmp_pat
     assert "--len is" not in tswift(*words, f"--len {made} --out {tmp_path}/c").err
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(
-    tswift: Tswift, small: Path, long_text: Path
-) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused(tswift, small, long_text):
     tswift(f"generate --model {small} --prompt {long_text}").refused(
         "--len: ", f"the model has {POSITIONS}"
     )
 
 
-def test_compare(tswift: Tswift, small: Path) -> None:
+def test_compare(tswift, small):
     words = (f"compare --no-progress --model {small} --prompt-text", "The ship", "--methods medusa")
     result = tswift(*words).ok()
     assert f"the model has {POSITIONS} positions\n" in result.err
@@ -70,14 +67,14 @@ def test_compare(tswift: Tswift, small: Path) -> None:
     ids=str,
 )
 def test_a_grid(
-    tswift: Tswift,
-    small: Path,
-    long_text: Path,
-    tmp_path: Path,
-    typed: tuple[object, ...],
-    prefill: int,
-    lens: list[int],
-) -> None:
+    tswift,
+    small,
+    long_text,
+    tmp_path,
+    typed,
+    prefill,
+    lens,
+):
     words = f"bench --no-progress --model {small} --prompts {long_text} --no-plots --warmup 0"
     result = tswift(words, *typed, f"--out {tmp_path}/a").ok()
     lengths = ", ".join(map(str, lens))
@@ -91,13 +88,13 @@ def test_a_grid(
     tswift(f"bench --no-progress --resume {tmp_path}/a --no-plots").ok()
 
 
-def test_a_grid_that_was_typed_is_refused(tswift: Tswift, small: Path, long_text: Path) -> None:
+def test_a_grid_that_was_typed_is_refused(tswift, small, long_text):
     tswift(
         f"bench --model {small} --prompts {long_text} --prefill 50 --lens 50 --no-plots"
     ).refused(f"the model has {POSITIONS}")
 
 
-def test_the_roofline(tswift: Tswift, small: Path) -> None:
+def test_the_roofline(tswift, small):
     half = POSITIONS // 2
     told = " ".join(tswift(f"roofline --model {small}", RATES).text.split())
     assert f"plain decoding of {half} tokens after {half}" in told

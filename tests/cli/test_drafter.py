@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.conftest import TEXT, Tswift
+from tests.cli.conftest import TEXT
 from tests.conftest import make_checkpoint
 from tests.drafters import HIDDEN, drafter_folder
 from tests.helpers import read_json
@@ -21,12 +21,12 @@ from tswift.models.config import ModelConfig
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=8)
 
 
 @pytest.fixture(scope="module")
-def drafters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def drafters(model: Path, tmp_path_factory) -> dict[str, Path]:
     vocab = read_json(model / "config.json")["vocab_size"]
     folder = tmp_path_factory.mktemp("drafters")
     changes = {"vocab_size": vocab}
@@ -44,9 +44,7 @@ def words(model: Path, method: str, *more: object) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["block", "eagle"])
-def test_the_text_is_plain_decodings_and_goes_on(
-    method: str, tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_text_is_plain_decodings_and_goes_on(method, tswift, model, drafters, tmp_path):
     tswift(*words(model, "ar", f"--len 40 --out {tmp_path}/ar"))
     how = ["--drafter", drafters[method], "--budget 64 --costs nominal"]
     tswift(*words(model, method, *how, f"--len 17 --out {tmp_path}/run")).ok()
@@ -61,9 +59,7 @@ def test_the_text_is_plain_decodings_and_goes_on(
     ).read_bytes()
 
 
-def test_what_is_refused(
-    tswift: Tswift, model: Path, drafters: dict[str, Path], tmp_path: Path
-) -> None:
+def test_what_is_refused(tswift, model, drafters, tmp_path):
     for said, reason in (
         (
             words(model, "block", f"--drafter {tmp_path}"),
@@ -84,7 +80,7 @@ def test_what_is_refused(
     assert not (tmp_path / "cwd" / "runs").exists()
 
 
-def test_what_it_needs(model: Path, drafters: dict[str, Path]) -> None:
+def test_what_it_needs(model, drafters):
     options = DraftOptions(budget=64, gamma=4)
     how = {"dtype": "float64", "drafter": str(drafters["eagle"])}
     need = preflight(

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +27,7 @@ few = settings(fuzzed, max_examples=40)
 def run(
     checkpoint: Path,
     load_once: Callable[..., LoadedModel],
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
 ) -> Path:
     """A finished run in float64."""
     folder = tmp_path_factory.mktemp("runs")
@@ -91,9 +90,7 @@ def longer(run: Path) -> bytes:
 @pytest.mark.slow
 @few
 @given(data=st.data(), done=damage(), resumed=st.booleans())
-def test_any_file_damaged(
-    run: Path, longer: bytes, data: st.DataObject, done: Callable[..., bytes], resumed: bool
-):
+def test_any_file_damaged(run, longer, data, done, resumed):
     name = data.draw(
         st.sampled_from(sorted(path.name for path in run.iterdir() if path.stat().st_size))
     )
@@ -111,14 +108,12 @@ def test_any_file_damaged(
     part=st.sampled_from(["model", "options", "sampling", "drafting", "prompt", "state", ""]),
     resumed=st.booleans(),
 )
-def test_other_values_in_the_record(
-    run: Path, change: Callable[[Any], Any], part: str, resumed: bool
-) -> None:
+def test_other_values_in_the_record(run, change, part, resumed):
     """With the checksum that goes with them: it is made for accidents,
     and keeps nobody from writing it.
     """
 
-    def spoil(told: dict[str, Any]) -> None:
+    def spoil(told):
         chosen = {name: told.pop(name) for name in ([part] if part else list(told))}
         told.update(change(chosen))
 

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from tests.cli.conftest import Tswift
 from tests.helpers import CPU, NO_PROGRAM, first, read_json
 from tests.jobs.killing import Process
 from tests.jobs.test_prompt import TEMPLATE
@@ -56,9 +55,7 @@ def record_of(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_all_methods_make_the_same_files(
-    tswift: Tswift, words: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_all_methods_make_the_same_files(tswift, words, checkpoint, tmp_path):
     """The whole text, and the one that a string ends, with its log-probabilities."""
     for method in METHODS:
         result = tswift(words, FLOAT64, f"--method {method} --out {tmp_path}/{method}").ok()
@@ -94,7 +91,7 @@ def test_all_methods_make_the_same_files(
     assert (again.code, again.out, "is finished" in again.err) == (0, b"", True)
 
 
-def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_run_json(tswift, prompt, checkpoint, tmp_path):
     out = tmp_path / "run"
     words = f"generate --model {checkpoint} --prompt {prompt} --prefill 7 --len 20"
     words += f" --seed 3 --method tokenswift --gamma 1 --out {out}"
@@ -152,9 +149,7 @@ def test_run_json(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("second", [1.2, 1.6])
-def test_a_machine_where_drafts_hardly_pay(
-    tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch, second: float
-) -> None:
+def test_a_machine_where_drafts_hardly_pay(tswift, words, monkeypatch, second):
     """It is told where a second node costs much, and drafts are chosen by what is measured."""
     costs = PassCosts((1, 2), (1e-3, second * 1e-3), (0.0, 0.0), 0.0)
     monkeypatch.setattr("tswift.engine.costs_of", lambda target, heads: costs)
@@ -163,7 +158,7 @@ def test_a_machine_where_drafts_hardly_pay(
     assert "drafting pays" not in tswift(words, "--len 3 --method ar").err
 
 
-def test_quiet(tswift: Tswift, words: str) -> None:
+def test_quiet(tswift, words):
     result = tswift(words, "--len 3 --quiet")
     assert (result.code, result.err) == (0, "")
     (folder,) = Path("runs").iterdir()
@@ -171,7 +166,7 @@ def test_quiet(tswift: Tswift, words: str) -> None:
     assert (folder / "text.txt").read_bytes() == result.out
 
 
-def test_progress_lines(tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_lines(tswift, words, monkeypatch):
     words += " --len 3 --method ar"
     assert "/ 3 tokens" not in tswift(words).err  # one every 30 seconds
     monkeypatch.setattr("tswift.cli.output._LOG_SECONDS", 0.0)
@@ -181,9 +176,7 @@ def test_progress_lines(tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPa
     assert "Distinct" in unsaid
 
 
-def test_standard_input(
-    tswift: Tswift, words: str, prompt: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_standard_input(tswift, words, prompt, monkeypatch):
     words += " --len 8 --method ar"
     from_file = tswift(words)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.read_bytes())))
@@ -194,8 +187,8 @@ def test_standard_input(
 
 @pytest.mark.slow
 def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prompt(
-    tswift: Tswift, checkpoint: Path, tmp_path: Path
-) -> None:
+    tswift, checkpoint, tmp_path
+):
     tswift(f"generate --len 1 --method ar --out {tmp_path}/demo").ok()
     found = record_of(tmp_path / "demo")["prompt"]
     assert (found["source"], found["tokens"]) == ("bundled", 1024)
@@ -207,9 +200,7 @@ def test_the_bundled_model_goes_on_with_the_bundled_novel_and_others_with_a_prom
     assert record_of(tmp_path / "run")["prompt"]["source"] == "prompt_text"
 
 
-def test_ctrl_c_keeps_what_was_made(
-    tswift: Tswift, checkpoint: Path, words: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_what_was_made(tswift, checkpoint, words, tmp_path):
     out = tmp_path / "run"
     process = Process([words, f"--len 4000 --method ar --out {out}"], tmp_path / "text")
     process.begin()
@@ -233,7 +224,7 @@ def test_ctrl_c_keeps_what_was_made(
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_the_run_quietly(words: str, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_the_run_quietly(words, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-c", "import sys; from tswift.cli import main; sys.exit(main())"]
     command += words_of([f"{words} --len 4000 --method ar --out {out}"])
@@ -255,7 +246,7 @@ def test_a_closed_pipe_ends_the_run_quietly(words: str, tmp_path: Path) -> None:
 # --- presets and chat models
 
 
-def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_a_preset_where_nothing_is_typed(tswift, words, tmp_path):
     words += " --no-progress --len 12 --method tokenswift --ngrams 7 --nodes 16 --min-p 0.02"
     result = tswift(words, f"--preset qwen2.5-7b --out {tmp_path}/a").ok()
     assert "tswift: preset qwen2.5-7b\n" in result.err
@@ -276,9 +267,7 @@ def test_a_preset_where_nothing_is_typed(tswift: Tswift, words: str, tmp_path: P
     assert tokens_in(tmp_path / "a") == tokens_in(tmp_path / "b")
 
 
-def test_a_preset_with_another_model_and_without_the_hub(
-    tswift: Tswift, words: str, prompt: Path, tmp_path: Path
-) -> None:
+def test_a_preset_with_another_model_and_without_the_hub(tswift, words, prompt, tmp_path):
     more = f"--len 12 --preset llama3.1-8b --method ar --out {tmp_path}/a"
     tswift(f"generate --prompt {prompt}", more).refused(
         "no folder 'TokenSwift/TokenSwift-Llama-3.1-8B', and the hub is unreachable"
@@ -292,7 +281,7 @@ def test_a_preset_with_another_model_and_without_the_hub(
     assert record_of(tmp_path / "a")["sampling"]["banned"] == [0]  # end of text
 
 
-def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) -> None:
+def test_a_chat(tswift, checkpoint, prompt, tmp_path):
     """By a tokenizer that begins every text with a token."""
     model, system = tmp_path / "chatty", tmp_path / "system.txt"
     shutil.copytree(checkpoint, model)
@@ -318,7 +307,7 @@ def test_a_chat(tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path) 
 
 
 @pytest.fixture
-def chatty(checkpoint: Path, tmp_path: Path) -> Path:
+def chatty(checkpoint: Path, tmp_path) -> Path:
     """A chat model, whose authors recommend how to sample."""
     model = Path(shutil.copytree(checkpoint, tmp_path / "recommending"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -382,14 +371,14 @@ IN_WORDS = {
     ids=str,
 )
 def test_sampling_that_is_not_typed(
-    tswift: Tswift,
-    chatty: Path,
-    prompt: Path,
-    tmp_path: Path,
-    typed: str,
-    sampling: dict[str, Any],
-    source: str,
-) -> None:
+    tswift,
+    chatty,
+    prompt,
+    tmp_path,
+    typed,
+    sampling,
+    source,
+):
     """It is said, recorded, kept when the run goes on, and judged by."""
     words = f"generate --no-progress --prompt {prompt} --model {chatty}"
     result = tswift(words, f"--len 40 {typed} --out {tmp_path}/a").ok()
@@ -406,9 +395,7 @@ def test_sampling_that_is_not_typed(
     )
 
 
-def test_what_is_typed_goes_before_the_models_own(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
-) -> None:
+def test_what_is_typed_goes_before_the_models_own(tswift, chatty, prompt, tmp_path):
     words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5 --chat"
     result = tswift(words, f"--temperature 0.8 --penalty 1.2 --window 64 --out {tmp_path}/a").ok()
     assert (
@@ -425,9 +412,7 @@ def test_what_is_typed_goes_before_the_models_own(
     )
 
 
-def test_llama_cpps_sampling_where_a_model_recommends_none(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
-) -> None:
+def test_llama_cpps_sampling_where_a_model_recommends_none(tswift, chatty, prompt, tmp_path):
     (chatty / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
     words = f"generate --no-progress --prompt {prompt} --model {chatty} --chat"
     said = tswift(words, f"--len 5 --out {tmp_path}/a").err
@@ -457,8 +442,8 @@ def test_llama_cpps_sampling_where_a_model_recommends_none(
     ids=str,
 )
 def test_temperature_0_has_no_penalty_that_was_not_typed(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path, typed: str, penalty: float
-) -> None:
+    tswift, chatty, prompt, tmp_path, typed, penalty
+):
     words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5"
     result = tswift(words, f"--temperature 0 {typed} --out {tmp_path}/a").ok()
     said = "the most likely token" + (f", penalty {penalty}" if penalty > 1 else "")
@@ -468,7 +453,7 @@ def test_temperature_0_has_no_penalty_that_was_not_typed(
     tswift(f"verify {tmp_path}/a").ok()
 
 
-def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Path) -> None:
+def test_a_chat_ends_with_its_answer(tswift, chatty, tmp_path):
     """Which has no special tokens; and what a file says ends before its last newline."""
     said = tmp_path / "said.txt"
     said.write_text("The ship\r\n")
@@ -495,9 +480,7 @@ def test_a_chat_ends_with_its_answer(tswift: Tswift, chatty: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_yarn_is_part_of_what_is_resumed(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
-) -> None:
+def test_yarn_is_part_of_what_is_resumed(tswift, chatty, prompt, tmp_path):
     words = f"generate --no-progress --prompt {prompt} --model {chatty} --method ar --yarn 4"
     for name, count in (("whole", 40), ("part", 15)):
         tswift(words, f"--len {count} --out {tmp_path}/{name}").ok()
@@ -509,9 +492,7 @@ def test_yarn_is_part_of_what_is_resumed(
     tswift(f"verify {tmp_path}/part").ok()
 
 
-def test_what_a_model_recommends_and_cannot_be_had(
-    tswift: Tswift, chatty: Path, prompt: Path, tmp_path: Path
-) -> None:
+def test_what_a_model_recommends_and_cannot_be_had(tswift, chatty, prompt, tmp_path):
     (chatty / "generation_config.json").write_text(json.dumps({"do_sample": True, "min_p": 1.5}))
     words = f"generate --no-progress --prompt {prompt} --model {chatty} --len 5 --chat"
     tswift(words, f"--out {tmp_path}/a").refused(
@@ -524,9 +505,7 @@ def test_what_a_model_recommends_and_cannot_be_had(
 # --- a model that gives NaN on the way: one line, exit code 1, and what was written stays
 
 
-def test_weights_that_are_not_finite(
-    tswift: Tswift, words: str, checkpoint: Path, prompt: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_not_finite(tswift, words, checkpoint, prompt, tmp_path):
     """A token's embedding, where the text has that token; by each method:
     tests/decoding/test_finite.py.
     """

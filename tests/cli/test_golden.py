@@ -55,11 +55,11 @@ def golden(name: str, text: str) -> str:
     return (GOLDEN / name).read_text()
 
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "heads"])
-def test_help(name: str) -> None:
+def test_help(name):
     command = COMMANDS[name]
     options = {
         " ".join([*option.opts, *option.secondary_opts]): f"{option.help} [{option.default}]"
@@ -74,7 +74,7 @@ def test_help(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type: ignore[no-untyped-def]
+def test_fields(tswift, checkpoint, tmp_path, name):
     text = tmp_path / "prompt.txt"
     text.write_text(" ".join(SENTENCES[:4]))
     Path("b").mkdir()
@@ -89,7 +89,7 @@ def test_fields(tswift, checkpoint, tmp_path: Path, name: str) -> None:  # type:
     } <= found
 
 
-def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no-untyped-def]
+def test_fields_of_a_run(tswift, checkpoint, prompt):
     words = f"--model {checkpoint} --prompt {prompt} --len 20 --method tokenswift --quiet"
     tswift("generate", words, "--verify --out runs/one").ok()
     tswift("generate --resume runs/one --len 25 --quiet").ok()
@@ -108,7 +108,7 @@ def test_fields_of_a_run(tswift, checkpoint, prompt) -> None:  # type: ignore[no
 @pytest.mark.parametrize(
     "path", sorted(RESULTS.glob("*/suite.csv")), ids=lambda path: path.parent.name
 )
-def test_figures_of_suites_that_were_run(path: Path) -> None:
+def test_figures_of_suites_that_were_run(path):
     """The committed records still give the committed figures, row by row."""
     record = read(path.with_suffix(".json"), "resume")
     committed = list(csv.DictReader(path.read_text().splitlines()))

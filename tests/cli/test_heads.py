@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
 
-from tests.cli.conftest import Result, Tswift
+from tests.cli.conftest import Result
 from tests.drafters import drafter_folder
 from tests.helpers import HIDDEN, VOCAB, medusa_heads, read_json, tiny_heads
 from tests.published import make_base, medusa_file, tokenswift_model
@@ -18,7 +17,7 @@ def said(result: Result) -> dict[str, str]:
     return dict(re.split(" {2,}", line) for line in result.text.splitlines()[2:])
 
 
-def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
+def test_heads_of_ours(tswift, tmp_path):
     path = tmp_path / "heads.safetensors"
     tiny_heads(kind="conditioned").save(path, base="0123abcd")
     found = said(tswift(f"heads inspect {path}"))
@@ -59,7 +58,7 @@ def test_heads_of_ours(tswift: Tswift, tmp_path: Path) -> None:
     assert record["heads"] == {**kind, **sizes, "draft_vocabulary": None}
 
 
-def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
+def test_heads_of_others(tswift, tmp_path):
     base = make_base(tmp_path / "base")
     model = said(tswift("heads inspect", tokenswift_model(base, tmp_path / "m")))
     assert (model["layout"], model["kind"], model["tokens drafted"]) == (
@@ -81,14 +80,14 @@ def test_heads_of_others(tswift: Tswift, tmp_path: Path) -> None:
         assert medusa["vocab size"] != "-"
 
 
-def test_pickles_and_a_file_that_cannot_be_written(tswift: Tswift, tmp_path: Path) -> None:
+def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path):
     (tmp_path / "heads.pt").write_bytes(b"x")
     assert "is a pickle, which could run code" in tswift(f"heads inspect {tmp_path}/heads.pt").err
     result = tswift(f"heads inspect {tmp_path} --json /nowhere/x.json")
     assert (result.code, "--json" in result.err) == (2, True)
 
 
-def test_drafters(tswift: Tswift, tmp_path: Path) -> None:
+def test_drafters(tswift, tmp_path):
     folder = drafter_folder(tmp_path / "d", "dspark")
     found = said(tswift(f"heads inspect {folder}"))
     assert (found["kind"], found["tokens drafted"], found["layout"]) == ("dspark", "4", "DeepSpec")

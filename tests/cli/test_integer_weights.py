@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.cli.bad_inputs.runs import record as edited
-from tests.cli.conftest import TEXT, Tswift
+from tests.cli.conftest import TEXT
 from tests.cli.conftest import tswift as tswift
 from tests.helpers import first, needs_program, read_json
 from tests.jobs.killing import Process
@@ -25,7 +25,7 @@ from tswift.loading import packing
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kept(tmp_path, monkeypatch):
     """Where rounded weights are kept."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(packing, "cache_folder", lambda: tmp_path / "cache")
@@ -39,7 +39,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture(params=first(1, ["GGUF", "--weights int4"]))
-def model(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> str:
+def model(request, checkpoint: Path, tmp_path) -> str:
     """Words that name such a model."""
     if request.param == "GGUF":
         return f"--model {write_gguf(tmp_path / 'tiny.gguf', tiny_model('llama'))}"
@@ -51,9 +51,7 @@ def tokens(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_and_verified(
-    model: str, tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_and_resumed_and_verified(model, tswift, tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
     words = f"generate {model} --prompt-text '{TEXT}' --len 600 --temperature 1.2 --quiet"
     tswift(words, f"--method ar --out {tmp_path}/plain").ok()
@@ -82,7 +80,7 @@ def test_killed_and_resumed_and_verified(
 
 
 @pytest.mark.slow
-def test_heads_that_are_trained_for_it(model: str, tswift: Tswift, tmp_path: Path) -> None:
+def test_heads_that_are_trained_for_it(model, tswift, tmp_path):
     (tmp_path / "corpus").mkdir()
     for name in "abcd":
         (tmp_path / "corpus" / f"{name}.txt").write_text(f"{TEXT} {name}\n" * 40)
@@ -98,7 +96,7 @@ def test_heads_that_are_trained_for_it(model: str, tswift: Tswift, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_other_commands(model: str, tswift: Tswift, tmp_path: Path) -> None:
+def test_other_commands(model, tswift, tmp_path):
     (tmp_path / "prompt.txt").write_text(TEXT)
     prompt = f"--prompt {tmp_path}/prompt.txt --len 40"
     tswift("compare", model, prompt, "--methods reuse,auto").ok()
@@ -112,7 +110,7 @@ def test_other_commands(model: str, tswift: Tswift, tmp_path: Path) -> None:
         tswift("roofline", model, known).ok()
 
 
-def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
+def test_a_chat(tswift, tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     words = f"generate --model {file} --chat --prompt-text hello --len 20 --stop-at-eos"
     result = tswift(words, f"--out {tmp_path}/run").ok()
@@ -136,9 +134,7 @@ def test_a_chat(tswift: Tswift, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(
-    words: list[str], says: str, tswift: Tswift, tmp_path: Path
-) -> None:
+def test_what_does_not_go_together(words, says, tswift, tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     result = tswift(f"generate --model {file} --prompt-text", TEXT, *words)
     assert result.code == 2
@@ -155,11 +151,11 @@ MADE_BY = {
 @needs_program
 @pytest.mark.parametrize(("made", "here"), [("a compiler", "none"), ("none", "a compiler")])
 def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
-    made: str, here: str, tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    made, here, tswift, tmp_path, monkeypatch
+):
     """The text would be another; nor is it judged by what did not make it."""
 
-    def on_a_machine_with(compiler: str) -> None:
+    def on_a_machine_with(compiler):
         monkeypatch.delenv("CC", raising=False)
         if compiler == "none":
             monkeypatch.setenv("CC", "no-such-compiler")
@@ -192,7 +188,7 @@ def test_a_run_with_a_compiler_does_not_go_on_without_and_the_other_way_round(
     tswift(f"verify {run}").ok()
 
 
-def test_a_run_of_a_gpu_does_not_go_on_here(tswift: Tswift, tmp_path: Path) -> None:
+def test_a_run_of_a_gpu_does_not_go_on_here(tswift, tmp_path):
     run = tmp_path / "run"
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     words = f"--model {file} --prompt-text '{TEXT}' --len 20 --quiet --out {run}"
@@ -205,9 +201,7 @@ def test_a_run_of_a_gpu_does_not_go_on_here(tswift: Tswift, tmp_path: Path) -> N
         assert f"{run} was made with kernels' products of integers; here are " in said
 
 
-def test_rows_that_kernels_do_not_take(
-    tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_kernels_do_not_take(tswift, tmp_path, monkeypatch):
     """As it is said on a GPU."""
     monkeypatch.setattr(coded, "by_kernels", lambda device: True)
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
@@ -221,7 +215,7 @@ def test_rows_that_kernels_do_not_take(
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> None:
+def test_a_floor_on_a_gpu_counts_codes_and_scales(kind, tswift):
     """Of LLaMA3.1-8b: 6.98e9 weights in layers, 525e6 in the LM head, which has 8 bits."""
     words = f"roofline --model shape:llama3.1-8b --device h100 --weights {kind}"
     result = tswift(words, "--json -").ok()
@@ -237,9 +231,7 @@ def test_a_floor_on_a_gpu_counts_codes_and_scales(kind: str, tswift: Tswift) -> 
     assert least["reckoned_seconds"] - least["floor_seconds"] == pytest.approx(2.3e-3, abs=0.07e-3)
 
 
-def test_a_floor_without_a_compiler_counts_floats(
-    tswift: Tswift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_floor_without_a_compiler_counts_floats(tswift, tmp_path, monkeypatch):
     """What a pass reads there."""
     network = tiny_model("llama")
     file = write_gguf(tmp_path / "tiny.gguf", network)
@@ -251,7 +243,7 @@ def test_a_floor_without_a_compiler_counts_floats(
     assert result.json["shape"]["weight_bytes"] == 4 * floats
 
 
-def test_a_file_that_is_cut(tswift: Tswift, tmp_path: Path) -> None:
+def test_a_file_that_is_cut(tswift, tmp_path):
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     file.write_bytes(file.read_bytes()[:-40])
     result = tswift(f"generate --model {file} --prompt-text", TEXT)

@@ -31,7 +31,7 @@ from tswift.stages import tell
 from tswift.tables import Table
 
 
-def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
+def test_a_link_stays_and_what_it_points_at_is_written(tmp_path):
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "link.json").symlink_to("real.json")
     found = writable(tmp_path / "link.json")
@@ -45,7 +45,7 @@ def test_a_link_stays_and_what_it_points_at_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_names_that_are_no_text(tswift, checkpoint, tmp_path):
     """A file name is bytes, and the command line keeps them:
     half a character is written as JSON writes it.
     """
@@ -66,9 +66,7 @@ def test_names_that_are_no_text(tswift, checkpoint: Path, tmp_path: Path) -> Non
     assert (out / "tokens.u32").stat().st_size == 4 * 5
 
 
-def test_a_stdout_that_has_no_such_characters(
-    tswift, checkpoint: Path, tmp_path: Path, monkeypatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_stdout_that_has_no_such_characters(tswift, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "größer").symlink_to(checkpoint)
     words = f"roofline --model {tmp_path}/größer --bandwidth 1 --flops 1 --len 9 --prefill 9"
     for more, shown in ((["--json -"], rb"gr\u00f6\u00dfer"), ([], rb"gr\xf6\xdfer")):
@@ -93,14 +91,14 @@ show(Table("A title", ("class", "tokens"), rows, left=1, notes=["[a] note"]), st
 
 
 @pytest.mark.parametrize("stderr", [False, True])
-def test_on_a_terminal(stderr: bool) -> None:
+def test_on_a_terminal(stderr):
     seen = on_terminal(CODE.replace("STDERR", str(stderr)), columns=80)
     for said in (b"verify", b"50/100", b"A title", b"1,234", b"[a] note"):
         assert said in seen, seen
 
 
 @every_row("stderr", [False, True])
-def test_in_a_pipe(stderr: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe(stderr, capsys):
     grid = Table("A title", ("class", "tokens"), [("exact", "1,234")], left=1)
     show(grid, stderr)
     assert capsys.readouterr() == (("", grid.plain()) if stderr else (grid.plain(), ""))
@@ -154,9 +152,7 @@ def test_names_in_tables_and_lines_are_not_obeyed(tswift, checkpoint, prompt, tm
 
 
 @pytest.mark.parametrize("closed", [1, 2])
-def test_one_stream_that_is_closed_from_the_start(
-    checkpoint: Path, prompt: Path, tmp_path: Path, closed: int
-) -> None:
+def test_one_stream_that_is_closed_from_the_start(checkpoint, prompt, tmp_path, closed):
     out = tmp_path / "run"
     words = [f"generate --len 9 --model {checkpoint} --prompt {prompt} --out {out}"]
     process = Process(words, tmp_path / "out", [closed])
@@ -180,7 +176,7 @@ def test_a_closed_pipe_has_its_own_exit_code(checkpoint, prompt, monkeypatch, ca
     assert capfd.readouterr().err == ""
 
 
-def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-untyped-def]
+def test_ctrl_c_while_a_model_is_loaded(capsys):
     with pytest.raises(KeyboardInterrupt), loading_notice("demo", quiet=False):
         raise KeyboardInterrupt
     assert (
@@ -190,9 +186,7 @@ def test_ctrl_c_while_a_model_is_loaded(capsys) -> None:  # type: ignore[no-unty
 
 @pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_while_a_model_is_loaded(
-    tswift, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_a_signal_while_a_model_is_loaded(tswift, number, monkeypatch):
     monkeypatch.setattr(job, "start", lambda *given: os.kill(os.getpid(), number))
     result = tswift("generate --len 5")
     told = f"stopped by {signal.Signals(number).name} while demo was loaded; nothing was begun\n"
@@ -203,9 +197,7 @@ def test_a_signal_while_a_model_is_loaded(
     ("terminal", "how", "told"),
     [(False, {}, False), (False, {"logged": True}, True), (True, {}, True)],
 )
-def test_stages_of_loading_are_told(
-    terminal: bool, how: dict[str, bool], told: bool, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_stages_of_loading_are_told(terminal, how, told, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     for quiet in (False, True):
         with loading_notice("demo", quiet, **how):
@@ -217,7 +209,7 @@ def test_stages_of_loading_are_told(
 
 
 @pytest.mark.usefixtures("signals_heard")
-def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_are_imported(tmp_path):
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "tswift", "generate"]
@@ -233,8 +225,8 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "generate --quiet", "compare", "env"])
 def test_a_compiler_that_is_missing_is_told_in_a_line(
-    tswift, tmp_path: Path, prompt: Path, monkeypatch, command: str
-) -> None:
+    tswift, tmp_path, prompt, monkeypatch, command
+):
     monkeypatch.setenv("CC", "no-such-compiler")
     checkpoint = make_checkpoint(tmp_path / "m", head_dim=16)
     native_build._attempted.cache_clear()
@@ -268,7 +260,7 @@ def blocked(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def lying(monkeypatch) -> None:
+def lying(monkeypatch):
     """A program that computes something else."""
     right = PassProgram.__call__
 
@@ -308,8 +300,8 @@ COMMANDS = {
     ],
 )
 def test_what_stands_in_for_the_program_is_told_in_a_line(
-    tswift, tmp_path: Path, prompt: Path, monkeypatch, request, fault: str, command: str
-) -> None:
+    tswift, tmp_path, prompt, monkeypatch, request, fault, command
+):
     """Once, before anything is decoded; and a user who wants quiet has it."""
     request.getfixturevalue(fault)
     monkeypatch.setattr("tswift.serving.routes.serve", lambda *given: None)

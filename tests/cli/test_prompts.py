@@ -10,7 +10,6 @@ from random import Random
 
 import pytest
 
-from tests.cli.conftest import Tswift
 from tests.helpers import first, refused
 from tests.jobs.killing import killed_before
 from tests.words import words_of
@@ -32,7 +31,7 @@ Words = list[object]
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
+def prompts(tmp_path) -> Path:
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, LINES)))
     return path
@@ -47,9 +46,7 @@ def lines_of(text: bytes) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_text_is_that_of_its_own_run(
-    tswift: Tswift, words: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_every_text_is_that_of_its_own_run(tswift, words, checkpoint, tmp_path):
     """With the seed, the length and the sampling of its line; in the order of the file."""
     out = tmp_path / "out"
     made = tswift(words, out).ok()
@@ -76,7 +73,7 @@ def test_every_text_is_that_of_its_own_run(
     assert "0 texts were made; all 4 are in" in again.err
 
 
-def test_shards_share_one_folder(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_shards_share_one_folder(tswift, words, tmp_path):
     out = tmp_path / "out"
     for shard, made in (("2/2", ["2", "4"]), ("1/2", ["sea", "3"])):
         assert not (out / OUT).exists()
@@ -86,9 +83,7 @@ def test_shards_share_one_folder(tswift: Tswift, words: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kills", first(1, [3, 25]))
-def test_a_kill_at_any_moment_leaves_exactly_the_rest(
-    kills: int, tswift: Tswift, words: str, tmp_path: Path
-) -> None:
+def test_a_kill_at_any_moment_leaves_exactly_the_rest(kills, tswift, words, tmp_path):
     """Before any change of a file: while a folder is begun, while a text is made,
     while all are put together.
     """
@@ -106,7 +101,7 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(
     assert [read_record(out / f"{place:06}").state for place in (1, 2, 3, 4)] == [FINISHED] * 4
 
 
-def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
+def test_bad_lines_are_named_at_the_start(tmp_path):
     path = tmp_path / "p.jsonl"
     bad = [
         "{",
@@ -131,7 +126,7 @@ def test_bad_lines_are_named_at_the_start(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_chats(tiny, tmp_path: Path) -> None:
+def test_chats(tiny, tmp_path):
     """A line's messages, up to what its user says last; a text is one message.
 
     A system prompt gives way to its own.
@@ -148,17 +143,17 @@ def test_chats(tiny, tmp_path: Path) -> None:
     class Tokenizer:
         chat_template = "there is one"
 
-        def apply_chat_template(self, messages, **_: object) -> str:
+        def apply_chat_template(self, messages, **_):
             asked.append([*messages])
             return " ".join(each["content"] for each in messages)
 
     class Model(LoadedModel):
-        def encode(self, text: str, bare: bool = False) -> list[int]:
+        def encode(self, text, bare=False):
             assert bare
             return [len(text)]
 
     batch = Batch(path, tmp_path / "out", {"chat": True, "system": str(tmp_path / "system.txt")})
-    model = Model("m", Tokenizer(), None, None, ())  # type: ignore[arg-type]
+    model = Model("m", Tokenizer(), None, None, ())
     assert [batch._ids(task, model) for task in batch.tasks] == [[7], [11]]
     assert asked[0] == said[:4]
     assert asked[1] == [
@@ -167,7 +162,7 @@ def test_chats(tiny, tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -> None:
+def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):
     out = tmp_path / "out"
     for _ in range(2):
         Batch(prompts, out, {"length": 5, "out": out}).claim()
@@ -192,13 +187,11 @@ def test_a_folder_keeps_to_its_file_and_options(prompts: Path, tmp_path: Path) -
         (["--resume x"], "--resume: cannot be given together with --prompts"),
     ],
 )
-def test_what_does_not_go_together(
-    tswift: Tswift, words: str, more: Words, message: str, tmp_path: Path
-) -> None:
+def test_what_does_not_go_together(tswift, words, more, message, tmp_path):
     tswift(words, tmp_path / "out", *more).refused(message)
 
 
-def test_a_shard_is_of_many(tswift: Tswift) -> None:
+def test_a_shard_is_of_many(tswift):
     assert "--shard: goes with --prompts" in tswift("generate --shard 1/2").err
     assert "--out: is required with --prompts" in tswift("generate --prompts a.jsonl").err
     assert parse_shard("2/3") == (2, 3)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Tswift
 from tests.helpers import read_json
 from tests.ranks import Ended, on_ranks
 from tests.words import words_of
@@ -25,7 +24,7 @@ TEXT = (
 
 
 @pytest.fixture
-def words(checkpoint: Path, tmp_path: Path) -> str:
+def words(checkpoint: Path, tmp_path) -> str:
     (tmp_path / "prompt.txt").write_text(TEXT)
     model = f"--model {checkpoint} --dtype float64 --device cpu"
     return f"generate --no-progress {model} --prompt {tmp_path}/prompt.txt"
@@ -36,13 +35,13 @@ def _main(words: list[str], folder: Path) -> int:
     return main(words)
 
 
-def ranked(tmp_path: Path, *words: object, function=_main) -> list[Ended]:
+def ranked(tmp_path, *words: object, function=_main) -> list[Ended]:
     (tmp_path / "there").mkdir(exist_ok=True)
     return on_ranks(tmp_path, 2, function, words_of(words), tmp_path / "there")
 
 
 @pytest.mark.slow
-def test_one_text_one_folder_one_voice(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_one_text_one_folder_one_voice(tswift, words, tmp_path):
     alone = tswift(words, f"--len 40 --out {tmp_path}/alone")
     first, second = ranked(tmp_path, words, "--len 40")
     assert (first.code, first.found, second.code, second.found) == (0, 0, 0, 0), (
@@ -62,7 +61,7 @@ def test_one_text_one_folder_one_voice(tswift: Tswift, words: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_a_stop_string_ends_all_ranks(tswift, words, tmp_path):
     words += " --len 40 --logit-bias 70=2"
     text = tswift(words, f"--out {tmp_path}/alone").out.decode()
     stop = next(text[at : at + 3] for at in range(12, 30) if "\ufffd" not in text[at : at + 3])
@@ -84,7 +83,7 @@ def test_a_stop_string_ends_all_ranks(tswift: Tswift, words: str, tmp_path: Path
         ),
     ],
 )
-def test_bad_input_is_said_once(words: str, tmp_path: Path, more: list[str], message: str) -> None:
+def test_bad_input_is_said_once(words, tmp_path, more, message):
     first, second = ranked(tmp_path, words, *more)
     assert first.found == 2
     assert second.found != 0
@@ -98,15 +97,15 @@ def test_bad_input_is_said_once(words: str, tmp_path: Path, more: list[str], mes
 def _broken(words: list[str], folder: Path) -> int:
     if os.environ["RANK"] == "1":
 
-        def load(*asked: object) -> None:
+        def load(*asked: object):
             raise MemoryError("there is none left")
 
-        loading.load_model = load  # type: ignore[assignment]
+        loading.load_model = load
     return _main(words, folder)
 
 
 @pytest.mark.slow
-def test_what_one_rank_alone_finds_it_says_itself(words: str, tmp_path: Path) -> None:
+def test_what_one_rank_alone_finds_it_says_itself(words, tmp_path):
     first, second = ranked(tmp_path, words, function=_broken)
     assert (first.found, second.found) == (1, 1)
     assert first.err == "tswift: error: another rank is gone; it, or torchrun's report, says why\n"
@@ -114,9 +113,7 @@ def test_what_one_rank_alone_finds_it_says_itself(words: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_other_commands_are_not_run_in_copies(
-    tswift: Tswift, monkeypatch: pytest.MonkeyPatch, rank: str
-) -> None:
+def test_other_commands_are_not_run_in_copies(tswift, monkeypatch, rank):
     for name, value in (("TORCHELASTIC_RUN_ID", "test"), ("WORLD_SIZE", "2"), ("RANK", rank)):
         monkeypatch.setenv(name, value)
     said = {
@@ -130,9 +127,7 @@ def test_other_commands_are_not_run_in_copies(
         assert result.err == (f"tswift: error: {message}\n" if rank == "0" else "")
 
 
-def test_one_rank_is_no_rank(
-    tswift: Tswift, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_rank_is_no_rank(tswift, words, monkeypatch, tmp_path):
     for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     tswift(words, f"--len 5 --out {tmp_path}/one").ok()
@@ -140,7 +135,7 @@ def test_one_rank_is_no_rank(
 
 
 @pytest.mark.slow
-def test_torchrun(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_torchrun(tswift, words, tmp_path):
     """Started by torchrun itself and interrupted: all of it ends,
     and what was made is one rank's text.
     """

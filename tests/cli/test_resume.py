@@ -21,14 +21,14 @@ def words(checkpoint: Path, prompt: Path) -> str:
 
 
 @pytest.fixture
-def short(tswift: Tswift, words: str, tmp_path: Path) -> Path:
+def short(tswift: Tswift, words: str, tmp_path) -> Path:
     """A run of 9 tokens, and beside it one of 40, ``whole``."""
     for name, length in (("run", 9), ("whole", 40)):
         tswift(words, f"--len {length} --out {tmp_path}/{name}").ok()
     return tmp_path / "run"
 
 
-def test_a_finished_run_goes_on(tswift: Tswift, short: Path, tmp_path: Path) -> None:
+def test_a_finished_run_goes_on(tswift, short, tmp_path):
     found = tswift(f"generate --resume {short}")
     assert (found.code, found.out) == (0, b"")
     assert "is finished; a larger --len goes on with it" in found.err
@@ -46,9 +46,7 @@ def test_a_finished_run_goes_on(tswift: Tswift, short: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_model_that_was_moved(
-    tswift: Tswift, short: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_model_that_was_moved(tswift, short, checkpoint, tmp_path):
     """By its new place, and the heads by another file of the same kind;
     from then on the run remembers them.
     """
@@ -69,7 +67,7 @@ def test_a_model_that_was_moved(
     assert (record["model"]["name"], record["options"]["heads"]) == elsewhere
 
 
-def test_runs(tswift: Tswift, short: Path, tmp_path: Path) -> None:
+def test_runs(tswift, short, tmp_path):
     found = tswift(f"runs {tmp_path}").ok()
     lines = found.text.splitlines()
     assert lines[0] == f"2 runs in {tmp_path}"

@@ -29,7 +29,7 @@ def words_of(tiny: Tiny, *more: object, command: str = "train") -> list[object]:
     return [command, f"--corpus {tiny.corpus} --model {tiny.model} {how}", *more]
 
 
-def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> None:  # type: ignore[no-untyped-def]
+def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str):
     """Its record, that generate takes what was trained,
     and that a finished training is said again.
     """
@@ -41,7 +41,7 @@ def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str) -> N
 
 
 @pytest.mark.slow
-def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
+def test_heads_are_said_and_measured(tswift, tiny):
     result = tswift(*words_of(tiny, "--alpha-tokens 20 --kind chained --heads-count 2")).ok()
     title, columns, *rows, note, times = result.text.split("\nDrafting")[0].splitlines()
     assert title == "2 chained heads on held-out text, untrained -> after 4 steps"
@@ -67,7 +67,7 @@ def test_heads_are_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignor
 
 
 @pytest.mark.slow
-def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
+def test_a_draft_model_is_said_and_measured(tswift, tiny):
     result = tswift(*words_of(tiny, "--reach", 500, command="train-draft")).ok()
     title, columns, loss, same, note = result.text.splitlines()
     assert title == "A draft model after 4 steps, and the model that it drafts for"
@@ -83,7 +83,7 @@ def test_a_draft_model_is_said_and_measured(tswift, tiny: Tiny) -> None:  # type
     assert "--resume: new/train.json is of kind train-draft" in result.err
 
 
-def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_defaults_of_a_cpu(tswift, tiny, monkeypatch):
     monkeypatch.setattr(
         "tswift.training.config.HeadsConfig.ON_CPU",
         {"batch": 2, "accumulate": 1, "minutes": 0.0005},
@@ -108,12 +108,10 @@ def test_defaults_of_a_cpu(tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)]
 )
-def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
-    tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, command: str, number: int
-) -> None:
+def test_a_signal_is_told_with_the_way_on(tswift, tiny, monkeypatch, command, number):
     batch = Documents.batch
 
-    def interrupted(self, rows, length, key):  # type: ignore[no-untyped-def]
+    def interrupted(self, rows, length, key):
         if key in ((0, 2), (0, 1, 0)):  # the first row of the second step, or its batch
             os.kill(os.getpid(), number)
         return batch(self, rows, length, key)
@@ -127,17 +125,17 @@ def test_a_signal_is_told_with_the_way_on(  # type: ignore[no-untyped-def]
     assert (result.code, result.err) == (0, "")
 
 
-def killed(*arguments: object, **more: object) -> None:
+def killed(*arguments: object, **more: object):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def out_of_memory(*arguments: object) -> None:
+def out_of_memory(*arguments: object):
     raise RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     )
 
 
-def full_disk(*arguments: object, **more: object) -> None:
+def full_disk(*arguments: object, **more: object):
     raise OSError(28, "No space left on device")
 
 
@@ -160,9 +158,7 @@ def full_disk(*arguments: object, **more: object) -> None:
         ),
     ],
 )
-def test_what_breaks_on_the_way_is_one_line(  # type: ignore[no-untyped-def]
-    tswift, tiny: Tiny, monkeypatch: pytest.MonkeyPatch, where, broken, code: int, told: str
-) -> None:
+def test_what_breaks_on_the_way_is_one_line(tswift, tiny, monkeypatch, where, broken, code, told):
     monkeypatch.setattr(*where, broken)
     result = tswift(*words_of(tiny, "--alpha-tokens", 20 * (code == 143)))
     assert (result.code, result.out) == (code, b"")
@@ -170,13 +166,13 @@ def test_what_breaks_on_the_way_is_one_line(  # type: ignore[no-untyped-def]
     assert read_json(Path("new/train.json"))["state"] == "interrupted"
 
 
-def test_texts_beyond_the_models_positions(tswift, tiny: Tiny) -> None:  # type: ignore[no-untyped-def]
+def test_texts_beyond_the_models_positions(tswift, tiny):
     result = tswift(*words_of(tiny, "--alpha-tokens 2048 --quiet"))
     told = "tswift: error: --alpha-tokens: must be below the model's 2,048 positions\n"
     assert (result.code, result.err) == (2, told)
 
 
-def test_a_mistyped_option_does_not_wait_for_torch() -> None:
+def test_a_mistyped_option_does_not_wait_for_torch():
     code = "import sys; from tswift.cli import main; "
     code += "codes = main('train --corpus x --kind odd'.split()), "
     code += "main('train-draft --corpus x --lr 0'.split()); "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.cli.conftest import TEXT, Tswift
+from tests.cli.conftest import TEXT
 from tests.helpers import read_json, round_single_rows
 from tests.jobs.killing import write_record
 from tests.rows import every_row
@@ -24,7 +23,7 @@ SAMPLING = "--temperature 1.3 --min-p 0.02 --penalty 1.1 --window 20"
 
 
 @pytest.fixture(scope="module")
-def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(checkpoint: Path, tmp_path_factory) -> Path:
     """A finished run, in float64."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "prompt.txt").write_text(TEXT)
@@ -35,19 +34,19 @@ def made(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
+def run(made: Path, tmp_path) -> Path:
     """The same, to be altered."""
     return Path(shutil.copytree(made, tmp_path / "run"))
 
 
-def alter(path: Path, places: list[int]) -> None:
+def alter(path: Path, places: list[int]):
     """Another token, none that ends a text, at these places of a file of tokens."""
     tokens = np.fromfile(path, "<u4")
     tokens[places] = tokens[places] % 300 + 1
     tokens.tofile(path)
 
 
-def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
+def test_a_run(tswift, run, tmp_path):
     result = tswift(f"verify {run} --json {tmp_path}/found.json")
     assert (result.code, result.err) == (0, "")
     lines = [line.split() for line in result.text.splitlines()]
@@ -75,7 +74,7 @@ def test_a_run(tswift: Tswift, run: Path, tmp_path: Path) -> None:
     assert found["exact"] >= LENGTH - 1
 
 
-def test_a_gpus_run_is_judged_here(tswift: Tswift, run: Path) -> None:
+def test_a_gpus_run_is_judged_here(tswift, run):
     """By the attention that there is; but not gone on with."""
     record = read_json(run / "run.json")
     record["model"] |= {"device": "cuda:0", "attention": "triton", "layers": "fused"}
@@ -88,9 +87,7 @@ def test_a_gpus_run_is_judged_here(tswift: Tswift, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exact_run(
-    tswift: Tswift, prompt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exact_run(tswift, prompt, tmp_path, monkeypatch):
     round_single_rows(monkeypatch)
     out = tmp_path / "run"
     words = f"--model demo --prompt {prompt} --dtype bfloat16 {SAMPLING}"
@@ -132,7 +129,7 @@ def test_an_exact_run(
 
 
 @pytest.mark.slow
-def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_another_bias_is_seen(tswift, run, checkpoint, tmp_path):
     words = f"--model {checkpoint} --prompt-text '{TEXT}' --seed 5 --dtype float64 {SAMPLING}"
     bias = "--logit-bias 40=4,41=-100 --logit-bias 42=1"
     made = f"generate {words} --len {LENGTH} --quiet --out"
@@ -152,7 +149,7 @@ def test_another_bias_is_seen(tswift: Tswift, run: Path, checkpoint: Path, tmp_p
     assert (refused.code, refused.err.startswith("tswift: error: --logit-bias: ")) == (2, True)
 
 
-def test_violations(tswift: Tswift, run: Path) -> None:
+def test_violations(tswift, run):
     alter(run / "tokens.u32", [7])
     result = tswift(f"verify {run}")
     assert result.code == 1
@@ -167,7 +164,7 @@ def test_violations(tswift: Tswift, run: Path) -> None:
     assert f"and {found['violations'] - 20} more" in tswift(f"verify {run}").text
 
 
-def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
+def test_another_text_is_seen(tswift, run):
     """All of it in a finished run; of one that was killed a part may be there, and nothing else."""
     text = (run / "text.txt").read_bytes()
     for state, forged, ok in (
@@ -196,9 +193,7 @@ def test_another_text_is_seen(tswift: Tswift, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_with_a_stop_string_and_parts_of_characters(
-    tswift: Tswift, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_text_with_a_stop_string_and_parts_of_characters(tswift, checkpoint, tmp_path):
     words = f"--model {checkpoint} --prompt-text '{TEXT}' --dtype float64 --temperature 3 --min-p 0"
     for seed in range(4):
         out = tmp_path / str(seed)
@@ -212,9 +207,7 @@ def test_a_text_with_a_stop_string_and_parts_of_characters(
     )
 
 
-def test_another_model_is_refused(
-    tswift: Tswift, run: Path, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_another_model_is_refused(tswift, run, checkpoint, tmp_path):
     other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][0] += 1
@@ -231,13 +224,13 @@ def test_another_model_is_refused(
 
 
 @pytest.mark.slow
-def test_a_text_and_its_options(tswift: Tswift, run: Path, prompt: Path, checkpoint: Path) -> None:
+def test_a_text_and_its_options(tswift, run, prompt, checkpoint):
     words = f"verify --tokens {run}/tokens.u32 --prompt {prompt} --model {checkpoint} {SAMPLING}"
     for more, code in (("5", 0), ("6", 1), ("0", 1), ("5 --prefill 4", 1), ("5 --penalty 1", 1)):
         assert tswift(words, f"--dtype float64 --seed {more}").code == code, more
 
 
-def test_stop_at_eos(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_stop_at_eos(tswift, prompt, checkpoint, tmp_path):
     sampling = "--temperature 100 --min-p 0 --seed 4"
     words = f"generate --model {checkpoint} --prompt {prompt} --len 3000 --method ar --quiet"
     tswift(words, sampling, f"--stop-at-eos --out {tmp_path}/run").ok()
@@ -251,9 +244,7 @@ def test_stop_at_eos(tswift: Tswift, prompt: Path, checkpoint: Path, tmp_path: P
     assert b" inf " in result.out
 
 
-def test_generate_verify(
-    tswift: Tswift, checkpoint: Path, prompt: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_generate_verify(tswift, checkpoint, prompt, tmp_path, monkeypatch):
     out = tmp_path / "run"
     words = f"generate --model {checkpoint} --prompt {prompt} --len 40 --verify --out"
     result = tswift(words, out).ok()
@@ -286,7 +277,7 @@ ROUNDED = (Finding(3, 13, 7, 8, 0.01, WITHIN), Finding(5, 15, 7, 8, 0.02, WITHIN
 WHOLE = Audit(4000, 3998, ROUNDED, 0.02, 0.5, 0.04, 0.001, 9.0, 2.0, None, 700)
 
 
-def test_the_table() -> None:
+def test_the_table():
     said = verdict(
         Audit(4000, 3973, (*ROUNDED, *VIOLATIONS), 0.02, 0.5, 0.04, 0.001, 9.0, 2.0)
     ).plain()
@@ -332,7 +323,7 @@ def test_the_table() -> None:
         ),
     ],
 )
-def test_the_notes(audit: Audit, ok: bool, said: str, unsaid: str) -> None:
+def test_the_notes(audit, ok, said, unsaid):
     found = verdict(audit, "it was made elsewhere").plain()
     assert "it was made elsewhere" in found
     assert (said in found, unsaid in found, audit.ok, audit.as_dict()["ok"]) == (

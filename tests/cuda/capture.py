@@ -46,11 +46,11 @@ class Log:
         launches: graphs replayed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.on = False
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self):
         """Forget all."""
         self.waits, self.sent, self.fetched = Counter[str](), Counter[str](), Counter[str]()
         self.kernels = self.launches = 0
@@ -69,7 +69,7 @@ class _Recorder(TorchDispatchMode):
 
     now: _Recorder | None = None  # the capture under way
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.operators: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         self.own: dict[int, Tensor] = {}  # by address: what was allocated
@@ -100,7 +100,7 @@ class _Recorder(TorchDispatchMode):
         )
         return out
 
-    def trim_to(self) -> None:
+    def trim_to(self):
         """A capture executes nothing: what was there before is there again."""
         for storage, before in self._before.values():
             storage.copy_(before)
@@ -111,12 +111,12 @@ class Graph:
 
     _pools: dict[object, list[Graph]] = {}  # noqa: RUF012
 
-    def __init__(self, *given: object, **named: object) -> None:
+    def __init__(self, *given: object, **named: object):
         self._trace: _Recorder | None = None
         self._valid: dict[int, Tensor] = {}  # of its own memory, what no other graph has destroyed
         self._pool: list[Graph] = []
 
-    def captured(self, trace: _Recorder, pool: object) -> None:
+    def captured(self, trace: _Recorder, pool: object):
         """Take what was recorded; its memory holds nothing as yet."""
         self._trace = trace
         self._pool = self._pools.setdefault(pool, []) if pool is not None else []
@@ -124,7 +124,7 @@ class Graph:
         for tensor in trace.own.values():
             poison(tensor)
 
-    def replay(self) -> None:
+    def replay(self):
         """Run the operators once more, into the same memory."""
         trace = self._trace
         assert trace is not None
@@ -149,7 +149,7 @@ class Graph:
         self._valid = dict(trace.own)
         LOG.on = on
 
-    def reset(self) -> None:
+    def reset(self):
         """Give the memory back."""
         if self in self._pool:
             self._pool.remove(self)
@@ -158,18 +158,16 @@ class Graph:
 class Capture:
     """In place of ``torch.cuda.graph``."""
 
-    def __init__(
-        self, graph: Graph, pool: object = None, stream: object = None, **named: object
-    ) -> None:
+    def __init__(self, graph: Graph, pool: object = None, stream: object = None, **named: object):
         self._graph, self._pool = graph, pool
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._on = LOG.on
         LOG.on = False
         self._recorder = _Recorder.now = _Recorder()
         self._recorder.__enter__()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any):
         self._recorder.__exit__(kind, error, trace)
         _Recorder.now = None
         LOG.on = self._on
@@ -186,35 +184,35 @@ class Event:
     whose stream has to be named.
     """
 
-    def __init__(self, *given: object, **named: object) -> None: ...
+    def __init__(self, *given: object, **named: object): ...
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: object = None):
         if stream is None:
             raise RuntimeError(
                 "an event of the current device's stream, which need not be the model's"
             )
 
-    def wait(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None): ...
 
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         waited()
 
 
 class Stream(Event):
     """In place of ``torch.cuda.Stream``."""
 
-    def wait_stream(self, stream: object) -> None: ...
+    def wait_stream(self, stream: object): ...
 
-    def wait_event(self, event: object) -> None: ...
+    def wait_event(self, event: object): ...
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
 
-def emulate(put: Callable[[Any, str, object], object]) -> None:
+def emulate(put: Callable[[Any, str, object], object]):
     """Replace what PyTorch has for CUDA by what is here.
 
     Args:
@@ -260,20 +258,20 @@ def _pin(tensor: Tensor, device: object = None) -> Tensor:
     return tensor
 
 
-def refuse(what: str) -> None:
+def refuse(what: str):
     """Fail as CUDA does if something waits, or copies from the host, while a graph is captured."""
     if _Recorder.now is not None:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
 
-def synchronized() -> None:
+def synchronized():
     """An operator waits for the device: fails where PyTorch was asked to find such ones."""
     if _SYNC_DEBUG[-1] == "error":
         raise RuntimeError("called a synchronizing CUDA operation")
     waited()
 
 
-def waited(place: str = "") -> None:
+def waited(place: str = ""):
     """Count a wait for the device, after which all copies are over."""
     refuse("a wait")
     with _disable_current_modes():
@@ -283,7 +281,7 @@ def waited(place: str = "") -> None:
         LOG.waits[place or site()] += 1
 
 
-def under_way(source: Tensor, destination: Tensor) -> None:
+def under_way(source: Tensor, destination: Tensor):
     """A copy from or to page-locked memory has begun that nothing has waited for yet.
 
     Until then the host reads nothing that makes sense from where it goes, and must not write to
@@ -296,7 +294,7 @@ def under_way(source: Tensor, destination: Tensor) -> None:
         if address(source) in PINNED:
             before = source.clone()
 
-            def finish() -> None:
+            def finish():
                 if not torch.equal(source, before):
                     raise RuntimeError(
                         f"page-locked memory was written while it was copied, in {place}"
@@ -317,7 +315,7 @@ def site() -> str:
         if found and not frame.f_code.co_name.startswith("<"):
             # a comprehension is part of its function
             return f"{path}:{frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "?"
 
 
@@ -361,7 +359,7 @@ def address(tensor: Tensor) -> int:
     return held(tensor).untyped_storage().data_ptr()
 
 
-def poison(tensor: Tensor) -> None:
+def poison(tensor: Tensor):
     """Fill memory that nobody may read."""
     tensor = held(tensor)
     if tensor.is_floating_point():
@@ -382,9 +380,7 @@ class StaticAttention:
     PADDED = False
     append = staticmethod(Attention.append)
 
-    def __init__(
-        self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None
-    ) -> None:
+    def __init__(self, layout: Layout, prefix: int | Tensor, nodes: int, ancestors: Tensor | None):
         self._prefix, self._nodes, self._ancestors, self._layout = prefix, nodes, ancestors, layout
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -404,9 +400,7 @@ class StaticAttention:
         return torch.einsum("hgnk,hkd->hgnd", shares, known).flatten(0, 1)
 
     @staticmethod
-    def store(
-        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
-    ) -> None:
+    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor):
         """Write new keys and values from ``length`` on."""
         slots = torch.arange(new_keys.shape[1], device=keys.device) + length
         keys.index_copy_(1, slots, new_keys)
@@ -425,9 +419,7 @@ class CodesAttention(StaticAttention):
         return super().__call__(query, keys, values, scale)
 
     @staticmethod
-    def store(
-        keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor
-    ) -> None:
+    def store(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, length: Tensor):
         """As :meth:`StaticAttention.store`."""
         made = []
         for new in (new_keys, new_values):
@@ -465,7 +457,7 @@ class StaticStates:
         return torch.cat(found)
 
     @staticmethod
-    def step_path(rows: Rows, state: Tensor, plan: Tensor, count: Tensor | None) -> None:
+    def step_path(rows: Rows, state: Tensor, plan: Tensor, count: Tensor | None):
         """Step the state by what is accepted."""
         parts = (rows.queries, rows.keys, rows.contents, rows.decays, rows.rates)
         chosen = Rows(*(each.index_select(0, plan) for each in parts), rows.corrects)

@@ -33,7 +33,7 @@ def _fails(run: Callable[[], object], words: str) -> bool:
     return False
 
 
-def _race(device: torch.Tensor) -> None:
+def _race(device: torch.Tensor):
     """Writes to page-locked memory whose copy nothing has waited for."""
     block = torch.zeros(3, pin_memory=True)
     device.copy_(block, non_blocking=True)
@@ -52,7 +52,7 @@ def _answers(device: torch.Tensor) -> tuple[bool, bool]:
     return before == device.elem.tolist(), answer.tolist() == device.elem.tolist()
 
 
-def main() -> None:
+def main():
     """Print what does not show."""
     with Simulator(), torch.no_grad():
         here, there = torch.ones(3), torch.ones(3, device=CUDA)

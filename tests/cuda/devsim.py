@@ -143,7 +143,7 @@ def _copies_a_number(tensor: Tensor, index: Any, value: Any) -> bool:
     return Tensor.__getitem__(tensor, index).dim() == 0
 
 
-def fetched(blocking: bool = True) -> None:
+def fetched(blocking: bool = True):
     """Count a copy from the device."""
     refuse("a copy to the host")
     if LOG.on:
@@ -152,7 +152,7 @@ def fetched(blocking: bool = True) -> None:
         synchronized()
 
 
-def sent(blocking: bool) -> None:
+def sent(blocking: bool):
     """Count a copy to the device."""
     refuse("a copy from the host")
     if LOG.on:
@@ -162,7 +162,7 @@ def sent(blocking: bool) -> None:
 
 
 def _there(device: object) -> bool:
-    return device is not None and torch.device(device).type in ("cuda", "meta")  # type: ignore[call-overload]
+    return device is not None and torch.device(device).type in ("cuda", "meta")
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -254,10 +254,10 @@ def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return made
 
 
-def install() -> None:
+def install():
     """Patch PyTorch."""
     # within inference mode a wrapped tensor's views are none
-    torch.inference_mode = lambda mode=True: torch.no_grad()  # type: ignore[assignment,misc]
+    torch.inference_mode = lambda mode=True: torch.no_grad()
     torch.cuda._lazy_init = lambda: None
     emulate(setattr)
     for name in ("tensor", "as_tensor"):

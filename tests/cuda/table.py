@@ -133,7 +133,7 @@ def _plain(kind: str) -> list[int]:
     return [token for step in itertools.islice(decoding.steps(), 200) for token in step.tokens]
 
 
-def main() -> None:
+def main():
     """Print all figures as JSON, or those of the methods or kinds that are named."""
     # a simulated device has no Triton
     for place in (targets, runner):

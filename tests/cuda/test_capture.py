@@ -49,7 +49,7 @@ SIMPLE = {"nodes": 20, "costs": "nominal"}  # of those options that a method has
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch):
+def graphs(monkeypatch):
     """Makes graphs be captured, though on the CPU; gives what is to be used for each model."""
     capture.emulate(monkeypatch.setattr)
     return lambda: Graphs(CPU)
@@ -127,9 +127,7 @@ ALWAYS = [
     ("method", "kind", "changes", "prompt"),
     [*ALWAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SOMETIMES)],
 )
-def test_every_method_writes_the_same_text(
-    graphs, method: str, kind: str, changes: dict, prompt: int
-) -> None:
+def test_every_method_writes_the_same_text(graphs, method, kind, changes, prompt):
     options = dataclasses.replace(OPTIONS, **changes)
     plain = decoded(None, method, kind, options, prompt, 20)
     captured = decoded(graphs, method, kind, options, prompt, 20)
@@ -138,7 +136,7 @@ def test_every_method_writes_the_same_text(
     assert [step.nodes for step in captured] == [step.nodes for step in plain]
 
 
-def test_graphs_count_what_was_generated(graphs) -> None:
+def test_graphs_count_what_was_generated(graphs):
     params = dataclasses.replace(PARAMS, presence_penalty=0.7, frequency_penalty=0.4, penalty=1.0)
     captured = decoded(graphs, "medusa", "chained", OPTIONS, 90, 40, params)
     assert tokens_of(captured) == on_the_host(90, 40, params) != on_the_host(90, 40)
@@ -169,7 +167,7 @@ def of_states_on_the_host(kind: str) -> list[int]:
 
 
 @pytest.fixture
-def on_a_device(graphs, monkeypatch: pytest.MonkeyPatch):
+def on_a_device(graphs, monkeypatch):
     """As ``graphs``, where a kernel steps states, too."""
     for place in (targets, runner):
         monkeypatch.setattr(place, "device_kernel", lambda device, wide: capture.StaticStates)
@@ -183,9 +181,7 @@ def on_a_device(graphs, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("kind", "method"), first(2, OF_STATES))
-def test_a_model_with_states_writes_the_same_text(
-    graphs, on_a_device, kind: str, method: str
-) -> None:
+def test_a_model_with_states_writes_the_same_text(graphs, on_a_device, kind, method):
     """With drafts that are accepted and not, and plain steps that are taken back."""
     target = on_a_device(kind)
     if method == "mtp":
@@ -207,7 +203,7 @@ def test_a_model_with_states_writes_the_same_text(
     assert max(accepted) > 0 or method in ("ar", "standalone")
 
 
-def test_states_of_a_replayed_pass_go_on_by_what_the_host_accepts(on_a_device, monkeypatch) -> None:
+def test_states_of_a_replayed_pass_go_on_by_what_the_host_accepts(on_a_device, monkeypatch):
     """As in the audit: one program serves every pass, and the host commits."""
     target = on_a_device(RECURRENT)
     text = of_states_on_the_host(RECURRENT)
@@ -243,7 +239,7 @@ def in_turns(graphs, methods: tuple[str, str]) -> list[list[Step]]:
 @pytest.mark.parametrize(
     "methods", [("ar", "tokenswift"), ("tokenswift", "magicdec"), ("auto", "medusa")]
 )
-def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
+def test_decodes_in_turns(graphs, methods):
     """Each one's graphs destroy what the other's have given."""
     for captured, plain in zip(in_turns(graphs, methods), in_turns(None, methods), strict=True):
         assert tokens_of(captured) == on_the_host(90, 50)
@@ -251,7 +247,7 @@ def test_decodes_in_turns(graphs, methods: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("method", first(1, ["tokenswift", "ar", "cascade"]))
-def test_plain_steps_on_the_way(graphs, method: str) -> None:
+def test_plain_steps_on_the_way(graphs, method):
     target, draft = target_of(graphs), target_of(graphs, layers=1, kind="mqa")
     decoding = Decoding(
         target,
@@ -269,7 +265,7 @@ def test_plain_steps_on_the_way(graphs, method: str) -> None:
     assert text == on_the_host(90, 30)
 
 
-def test_the_audit(graphs) -> None:
+def test_the_audit(graphs):
     target = target_of(graphs)
     assert audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 3).ok
     assert not audit(target, random_prompt(90), on_the_host(90, 40), PARAMS, 4).ok
@@ -277,7 +273,7 @@ def test_the_audit(graphs) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_a_capture_leaves_the_prompt_alone(graphs, nodes: int) -> None:
+def test_a_capture_leaves_the_prompt_alone(graphs, nodes):
     """Whatever the warm-up of a capture writes, it writes behind the text."""
     target = target_of(graphs)
     kv = FullKV(target.kv_shape, 60)
@@ -288,7 +284,7 @@ def test_a_capture_leaves_the_prompt_alone(graphs, nodes: int) -> None:
     assert torch.equal(kv.buffers[1][:, :, :30], before[1])
 
 
-def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
+def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch):
     def broken(*given):
         raise RuntimeError("no kernel for this\nand more")
 
@@ -303,14 +299,14 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch) -> None:
     )
 
 
-def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None:
+def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs):
     """Nothing is captured after that, as PyTorch may refuse it in this process;
     the program runs as it is.
     """
     shared = graphs()
     runs = []
 
-    def broken() -> int:
+    def broken():
         runs.append("broken")
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -325,7 +321,7 @@ def test_why_a_capture_failed_is_told_though_ending_it_fails_too(graphs) -> None
     assert "another" not in runs
 
 
-def test_a_capture_that_fails_is_told_before_the_first_step(graphs, monkeypatch) -> None:
+def test_a_capture_that_fails_is_told_before_the_first_step(graphs, monkeypatch):
     """And the text is plain decoding's all the same."""
     target = target_of(graphs)
     right = target.compute_static
@@ -347,12 +343,12 @@ def test_a_capture_that_fails_is_told_before_the_first_step(graphs, monkeypatch)
         assert tokens_of(list(decoding.steps())) == on_the_host(90, 30)
 
 
-def test_what_waits_is_found_before_a_capture(graphs) -> None:
+def test_what_waits_is_found_before_a_capture(graphs):
     """So that the process is sound, and other programs are captured."""
     shared = graphs()
     tensor = torch.ones(3)
 
-    def waits() -> None:
+    def waits():
         if torch.cuda.get_sync_debug_mode() == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
 
@@ -374,7 +370,7 @@ def captured(graphs, run):
     return graph, out
 
 
-def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
+def test_a_replay_destroys_what_other_graphs_gave(graphs):
     shared = graphs()
     given = torch.tensor([1.0])
     one, first = captured(shared, lambda: given * 2)
@@ -394,7 +390,7 @@ def test_a_replay_destroys_what_other_graphs_gave(graphs) -> None:
 @pytest.mark.parametrize(
     "wait", [lambda x: x.item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize()]
 )
-def test_what_waits_cannot_be_captured(graphs, wait) -> None:
+def test_what_waits_cannot_be_captured(graphs, wait):
     with pytest.raises(RuntimeError, match="previous error during capture") as found:
         captured(graphs(), lambda: wait(torch.ones(1)))
     assert "not permitted when stream is capturing" in str(found.value.__context__)
@@ -412,7 +408,7 @@ def test_what_waits_cannot_be_captured(graphs, wait) -> None:
         ("auto", "streaming"),
     ],
 )
-def test_drafting_passes_on_a_copy(graphs, method: str, kv: str | None) -> None:
+def test_drafting_passes_on_a_copy(graphs, method, kv):
     """A copy of the model with other weights has graphs of its own, beside the model's."""
     options = dataclasses.replace(OPTIONS, kv=kv)
     prompt = random_prompt(90)

@@ -102,7 +102,7 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Any]:
+def measured(tmp_path_factory, worker_id: str) -> dict[str, Any]:
     """The figures of all methods; taken once, also by tests that run side by side."""
     folder = tmp_path_factory.getbasetemp()
     path = (folder if worker_id == "master" else folder.parent) / "device.json"
@@ -118,13 +118,13 @@ def found(measured: dict[str, Any], case: tuple[str, str]) -> dict[str, Any]:
     return found
 
 
-def test_no_method_is_left_out(measured) -> None:
+def test_no_method_is_left_out(measured):
     new = {(each["method"], each["kind"]) for each in measured["found"]} ^ {*BOUNDS}
     assert not new, f"BOUNDS lacks rows, or has too many: {new}; python -m tests.cuda.table counts"
 
 
 @pytest.mark.parametrize("case", BOUNDS, ids="-".join)
-def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(found, case) -> None:
+def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(found, case):
     assert len(found["tokens"]) > 5
     assert found["same"]
     counts = [found["counts"][name] for name in COUNTS]
@@ -139,7 +139,7 @@ def test_a_step_writes_the_hosts_text_and_asks_for_no_more_than_it_has_to(found,
     assert set(found["places"]["sent"]) <= SENT
 
 
-def test_the_simulator_sees_what_it_is_for() -> None:
+def test_the_simulator_sees_what_it_is_for():
     """Runs :mod:`tests.cuda.check`, whose first line of output says what did not show; there is
     none.
     """

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ from tests.helpers import (
     seeded,
     tiny_llama,
     tiny_target,
+    tokens_of,
 )
 from tswift.caches import FullKV
 from tswift.decoding import audit as module
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, RoundingMargin, Rows, audit, near_ties
 from tswift.engine import Request, begin
-from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
@@ -71,7 +70,7 @@ def noise_of(sampler: Sampler, logits: Tensor, positions: Sequence[int]) -> Tens
 
 
 @given(case=rows(), near=st.sampled_from([0.0, 1e-9, 0.01, 5.0]))
-def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near: float) -> None:  # type: ignore[no-untyped-def]
+def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near):
     sampler, logits, seen, positions, tokens = case
     before = logits.clone()
     doubt = RoundingMargin(
@@ -103,7 +102,7 @@ def test_a_change_of_the_margin_s_size_makes_the_rule_draw_the_token(case, near:
     temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
     near=st.sampled_from([1e-6, 0.3, 40]),
 )
-def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near: float) -> None:
+def test_without_filters_it_is_half_the_gap(seed, temperature, near):
     logits = torch.randn(3, 12, generator=seeded(seed), dtype=torch.float64) * 3
     sampler = Sampler(SamplingParams(temperature=temperature, min_p=0, penalty=1), seed, 12, CPU)
     scores = sampler.scores(logits, None, [7, 8, 9])
@@ -117,7 +116,7 @@ def test_without_filters_it_is_half_the_gap(seed: int, temperature: float, near:
     )
 
 
-def test_a_gap_that_the_penalty_shrinks() -> None:
+def test_a_gap_that_the_penalty_shrinks():
     sampler = Sampler(SamplingParams(temperature=0, penalty=2.0), 0, 3, CPU)
     logits, seen = torch.tensor([[4.0, 1.5, 0.0]]), torch.tensor([[True, False, False]])
     # the first token counts 2, and half of any change; 2 - e/2 = 1.5 + e
@@ -141,8 +140,8 @@ def test_a_gap_that_the_penalty_shrinks() -> None:
     ids=str,
 )
 def test_what_a_random_change_of_the_logits_has_turned_is_explained_by_one_of_about_its_size(
-    filters: dict[str, Any],
-) -> None:
+    filters,
+):
     size, count, vocab = 0.2, 600, 300
     generator = seeded(3)
     sampler = Sampler(SamplingParams(**{"min_p": 0.0, **filters}), 5, vocab, CPU)
@@ -202,19 +201,19 @@ def clean(found: Audit, tokens: int) -> bool:
     ("params", "prefill"),
     [(SamplingParams(), 300), (SamplingParams(min_p=0, eta=0.002, top_k=50, window=2), 1)],
 )
-def test_the_bundled_model(params: SamplingParams, prefill: int) -> None:
+def test_the_bundled_model(params, prefill):
     model = demo()
     prompt = model.encode(NOVEL.read_text())[:prefill]
     run = begin(model, Request(prompt=prompt, length=200, params=params, seed=7))
-    tokens = [token for step in run.steps() for token in step.tokens]
+    tokens = tokens_of(run.steps())
     found = audit(model.target, prompt, tokens, run.params, 7)
     assert clean(found, 200)
     assert found.exact >= 199
 
 
 def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With nothing in the cache, passes of all widths may round alike: here they do,
     up to the middle of the prompt.
     """
@@ -225,7 +224,7 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
     tokens = decode_method("ar", target, prompt, params, 4, 100)
     assert audit(target, prompt, tokens, params, 4).measured < 1e-9
 
-    def rounded(self: Target, tokens: Tensor, positions: Tensor, *given: Any) -> Forwarded:
+    def rounded(self, tokens, positions, *given):
         out = right(self, tokens, positions, *given)
         return (
             out
@@ -238,11 +237,11 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
 
 
 @pytest.mark.slow
-def test_bfloat16_on_the_bundled_model() -> None:
+def test_bfloat16_on_the_bundled_model():
     model = tswift.load(dtype="bfloat16", exact=False, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:512]
     run = begin(model, Request(prompt=prompt, length=300, seed=11))
-    tokens = [token for step in run.steps() for token in step.tokens]
+    tokens = tokens_of(run.steps())
     found = audit(model.target, prompt, tokens, run.params, 11)
     assert clean(found, 300)
     assert len(found.within) < 30
@@ -254,14 +253,14 @@ def test_bfloat16_on_the_bundled_model() -> None:
 
 
 @pytest.mark.slow
-def test_exact_passes_leave_nothing_to_rounding() -> None:
+def test_exact_passes_leave_nothing_to_rounding():
     """In bfloat16 every token of an exact text is drawn exactly,
     and the closest of all changes is a violation.
     """
     model = tswift.load(dtype="bfloat16", exact=True, attention="sdpa")
     prompt = model.encode(NOVEL.read_text())[:300]
     run = begin(model, Request(prompt=prompt, length=150, method="medusa", seed=3))
-    tokens = [token for step in run.steps() for token in step.tokens]
+    tokens = tokens_of(run.steps())
     found = audit(model.target, prompt, tokens, run.params, 3)
     assert (found.ok, found.exact, found.width) == (True, 150, model.target.fixed_rows)
     assert (found.measured, found.bound, found.near_ties) == (0, 0, 0)
@@ -291,7 +290,7 @@ def test_exact_passes_leave_nothing_to_rounding() -> None:
 
 
 @pytest.mark.slow
-def test_lengths_about_those_of_chunks_and_stretches() -> None:
+def test_lengths_about_those_of_chunks_and_stretches():
     target = tiny_target()
     prompt = random_prompt(30)
     params = parameters(temperature=0.7, penalty=1.3, window=7)
@@ -301,7 +300,7 @@ def test_lengths_about_those_of_chunks_and_stretches() -> None:
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_judged_in_parts(monkeypatch):
     target = tiny_target()
     prompt = random_prompt(20)
     params = parameters(penalty=1.5, window=5)
@@ -315,7 +314,7 @@ def test_a_large_vocabulary_is_judged_in_parts(monkeypatch: pytest.MonkeyPatch) 
         assert (parts.least_lead, parts.greatest_lead) == (whole.least_lead, whole.greatest_lead)
 
 
-def test_leads() -> None:
+def test_leads():
     target = tiny_target()
     prompt = random_prompt(9)
     params = parameters(temperature=0)
@@ -329,7 +328,7 @@ def test_leads() -> None:
     assert alone.exact == 80
 
 
-def test_what_cannot_be_audited_is_refused() -> None:
+def test_what_cannot_be_audited_is_refused():
     for prompt, tokens in (([], [1]), ([1], []), ([97], [1]), ([1], [-1])):
         with pytest.raises(ValueError, match=r"token"):
             audit(tiny_target(), prompt, tokens, parameters(), 1)
@@ -362,7 +361,7 @@ def check(
     return found
 
 
-def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_do_not_compute_the_same(monkeypatch):
     target = tiny_target()
     prompt = random_prompt(60)
     tokens = decode_method("ar", target, prompt, parameters(), 3, 200)
@@ -390,7 +389,7 @@ def test_passes_that_do_not_compute_the_same(monkeypatch: pytest.MonkeyPatch) ->
     [((0.3, 1.0, 0), (0.3, 1.3, 30)), ((0.3, 2.0, 8), (0.3, 2.0, 9)), ((0, 1.3, 5), (0, 1.0, 5))],
     ids=["a penalty", "a longer window", "no penalty"],
 )
-def test_other_parameters(made: tuple[float, float, int], asked: tuple[float, float, int]) -> None:
+def test_other_parameters(made, asked):
     target = tiny_target()
     prompt = random_prompt(50, 1)
     params = [
@@ -400,7 +399,7 @@ def test_other_parameters(made: tuple[float, float, int], asked: tuple[float, fl
     assert not check(target, prompt, tokens, params[1], 5).ok
 
 
-def test_another_seed_and_the_limit_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_seed_and_the_limit_of_the_search(monkeypatch):
     target = tiny_target()
     prompt = random_prompt(50, 1)
     params = parameters()
@@ -419,7 +418,7 @@ def test_another_seed_and_the_limit_of_the_search(monkeypatch: pytest.MonkeyPatc
 # near-ties are no violations
 
 
-def test_an_exact_tie_is_within_rounding() -> None:
+def test_an_exact_tie_is_within_rounding():
     network = tiny_llama("gqa", torch.float32)
     with torch.no_grad():
         tokens = decode_method("ar", Target(network), [1, 2], parameters(temperature=0), 1, 60)
@@ -458,7 +457,7 @@ def at_the_edge(target: Target, prompt: list[int]) -> tuple[int, int, float, int
 
 @pytest.mark.parametrize(("bounds", "kind"), [(1, WITHIN), (1000, VIOLATION)])
 @pytest.mark.parametrize("kept", [False, True], ids=["the text's token", "its competitor"])
-def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> None:
+def test_a_token_at_the_edge_of_min_p(kept, bounds, kind):
     """One pass keeps it and the other drops it: an infinite gap in the draw,
     a tiny one at the threshold.
     """
@@ -480,7 +479,7 @@ def test_a_token_at_the_edge_of_min_p(kept: bool, bounds: int, kind: str) -> Non
 # what is reported
 
 
-def test_a_banned_token_and_json() -> None:
+def test_a_banned_token_and_json():
     target = tiny_target()
     prompt = random_prompt(9)
     tokens = decode_method("ar", target, prompt, parameters(), 3, 40)
@@ -500,7 +499,7 @@ def test_a_banned_token_and_json() -> None:
 
 @few
 @given(at=st.integers(0, 59), token=st.integers(0, 96))
-def test_whatever_is_altered_is_found_there_first(at: int, token: int) -> None:
+def test_whatever_is_altered_is_found_there_first(at, token):
     target = tiny_target()
     prompt = [3]
     params = parameters(penalty=1.2, window=10, min_p=0.05)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import tswift
-from tests.helpers import round_single_rows
+from tests.helpers import round_single_rows, tokens_of
 from tswift.caches import FullKV
 from tswift.decoding.audit import Audit, audit
 from tswift.engine import Request, begin
@@ -33,7 +33,7 @@ MIDDLE = 40
 class Text:
     """80 tokens that plain decoding drew, and all that decides them."""
 
-    def __init__(self, seed: int, **arithmetic: Any) -> None:
+    def __init__(self, seed: int, **arithmetic: Any):
         self.model = tswift.load(**arithmetic)
         self.seed = seed
         self.params = PARAMS
@@ -52,7 +52,7 @@ class Text:
             self.model,
             Request(prompt=prompt or self.prompt, length=80, method="ar", written=written, **given),
         )
-        return [*written, *(token for step in run.steps() for token in step.tokens)]
+        return [*written, *tokens_of(run.steps())]
 
     def with_token(self, index: int, token: int) -> list[int]:
         return self.decode([*self.tokens[:index], token])
@@ -143,7 +143,7 @@ CERTAIN = (
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "exact bfloat16"])
-def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
+def test_what_changes_the_text_is_refused_where_it_begins(exact):
     text = Text(1, dtype="bfloat16" if exact else "float32", exact=exact)
     changed = {}
     for fault, make in FAULTS.items():
@@ -161,7 +161,7 @@ def test_what_changes_the_text_is_refused_where_it_begins(exact: bool) -> None:
     assert exact or sum(changed.values()) >= 8
 
 
-def test_without_exact_passes_some_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_exact_passes_some_are_not_seen(monkeypatch):
     round_single_rows(monkeypatch)
     text = Text(2, dtype="bfloat16", exact=False, attention="sdpa")
     assert text.audit(text.tokens).ok

@@ -64,7 +64,7 @@ def written(model: LoadedModel, method: str, params: SamplingParams, **asked: An
 
 
 @pytest.mark.parametrize("seed", first(5, range(20)))
-def test_nodes_are_penalised_as_by_transformers_and_vllm(seed: int) -> None:
+def test_nodes_are_penalised_as_by_transformers_and_vllm(seed):
     """For repetition all of the text counts, prompt and path; for presence and frequency
     what was generated alone; after the biases.
     """
@@ -92,7 +92,7 @@ def test_nodes_are_penalised_as_by_transformers_and_vllm(seed: int) -> None:
         torch.testing.assert_close(lowered[node], wanted, rtol=0, atol=1e-12)
 
 
-def test_alone_it_is_the_contextual_penalty_without_an_end() -> None:
+def test_alone_it_is_the_contextual_penalty_without_an_end():
     """So whatever draws that draws it."""
     folded = REPEATED.folded()
     assert (folded.penalty, folded.repetition_penalty) == (1.3, 1.0)
@@ -102,9 +102,7 @@ def test_alone_it_is_the_contextual_penalty_without_an_end() -> None:
 
 
 @pytest.mark.parametrize("params", first(3, [ALL_OF_THEM, REPEATED, BOTH, COUNTED, REWARDED]))
-def test_all_methods_give_the_tokens_of_plain_decoding(
-    model: LoadedModel, params: SamplingParams
-) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(model, params):
     wanted = written(model, "ar", params)
     if params.repetition_penalty == 1:
         without = replace(params, presence_penalty=0.0, frequency_penalty=0.0)
@@ -120,8 +118,8 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
         assert audit(model.target, prompt, wanted, drawn, 3).ok == ok
 
 
-def test_log_probabilities_are_of_what_is_drawn_from(model: LoadedModel) -> None:
-    def rows(method: str) -> list:
+def test_log_probabilities_are_of_what_is_drawn_from(model):
+    def rows(method):
         steps = generate(model, PROMPT, 40, method=method, params=COUNTED, logprobs=2)
         return [row for step in steps for row in step.logprobs]
 
@@ -130,7 +128,7 @@ def test_log_probabilities_are_of_what_is_drawn_from(model: LoadedModel) -> None
         assert abs(ours["warped"] - theirs["warped"]) < 1e-4
 
 
-def test_no_end_comes_before_so_many_tokens(model: LoadedModel) -> None:
+def test_no_end_comes_before_so_many_tokens(model):
     """End-of-text tokens and the ids that end a text are as if they were not there until then."""
     (eos,) = model.eos_ids
     likely = SamplingParams(min_p=0.0, penalty=1.0, logit_bias={eos: 6.0, 9: 6.0})
@@ -161,7 +159,7 @@ def test_no_end_comes_before_so_many_tokens(model: LoadedModel) -> None:
         assert torch.equal(found, theirs(torch.tensor([text]), logits))
 
 
-def test_ends_that_are_ignored(model: LoadedModel) -> None:
+def test_ends_that_are_ignored(model):
     """They are drawn like any other token, and the text goes on; ids that end it still do."""
     (eos,) = model.eos_ids
     likely = SamplingParams(min_p=0.0, penalty=1.0, logit_bias={eos: 6.0})
@@ -177,12 +175,12 @@ def test_ends_that_are_ignored(model: LoadedModel) -> None:
         written(model, "ar", likely, ignore_eos=True, stop_at_eos=True)
 
 
-def test_what_is_shown_of_an_end(model: LoadedModel) -> None:
+def test_what_is_shown_of_an_end(model):
     (eos,) = model.eos_ids
     tokens = [*model.encode("three", bare=True), eos, *model.encode(" days", bare=True)]
     tokenizer = model.tokenizer
 
-    def shown(stop: tuple[str, ...] = (), ends: tuple[int, ...] = (), **named: Any) -> str:
+    def shown(stop=(), ends=(), **named):
         return text_of(tokenizer, tokens, TextRules(stop, ends=frozenset(ends), **named))
 
     assert shown() == "three days"
@@ -200,7 +198,7 @@ def test_what_is_shown_of_an_end(model: LoadedModel) -> None:
     assert stream.stopped == "<|endoftext|>"
 
 
-def test_a_stop_string_that_is_complete_too_early_ends_nothing(model: LoadedModel) -> None:
+def test_a_stop_string_that_is_complete_too_early_ends_nothing(model):
     tokens = model.encode("one two one two one two", bare=True)
     texts = [text_of(model.tokenizer, tokens[:count]) for count in range(len(tokens) + 1)]
     for least in range(len(tokens)):
@@ -227,7 +225,7 @@ def thrice(tokens: list[int], size: int) -> int | None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_loop_is_seen_where_it_is_complete(size: int, model: LoadedModel) -> None:
+def test_a_loop_is_seen_where_it_is_complete(size, model):
     random = Random(size)
     for _ in range(60):
         piece = [random.randrange(1, 4) for _ in range(size)]
@@ -240,7 +238,7 @@ def test_a_loop_is_seen_where_it_is_complete(size: int, model: LoadedModel) -> N
         assert end == thrice(tokens, size)
 
 
-def test_a_loop_ends_every_method_at_the_same_token(model: LoadedModel) -> None:
+def test_a_loop_ends_every_method_at_the_same_token(model):
     greedy = SamplingParams(temperature=0, penalty=1.0)
     whole = tokens_of(generate(model, PROMPT, 400, method="ar", params=greedy))
     size = next(size for size in range(1, 40) if (thrice(whole, size) or 400) < 390)
@@ -255,7 +253,7 @@ def test_a_loop_ends_every_method_at_the_same_token(model: LoadedModel) -> None:
         list(generate(model, PROMPT, 400, stop_on_loop=0))
 
 
-def test_what_is_asked_for_is_said() -> None:
+def test_what_is_asked_for_is_said():
     assert str(BOTH).endswith("presence penalty 1.5, frequency penalty 0.4")
     with refused("between -2 and 2"):
         SamplingParams(presence_penalty=2.5)

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import numpy as np
 import pytest
@@ -105,7 +104,7 @@ GREEDY = SamplingParams(temperature=0.0, penalty=1.0)
 )
 def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(
     method, kind, params, length, prompt
-) -> None:
+):
     host, device = on_host_and_device(
         method, kind=kind, params=params, length=length, prompt=prompt
     )
@@ -128,7 +127,7 @@ def test_a_tree_made_on_the_device_is_accepted_as_one_made_by_the_host(
         pytest.param("recall", replace(ROOMY, costs="nominal"), marks=needs_program),
     ],
 )
-def test_biases_and_log_probabilities_on_the_device(method: str, options: DraftOptions) -> None:
+def test_biases_and_log_probabilities_on_the_device(method, options):
     params = SamplingParams(0.8, min_p=0.02, window=24, logit_bias={5: 3.0, 6: -2.0, 7: -100})
     host, device = (
         list(
@@ -155,9 +154,7 @@ def test_biases_and_log_probabilities_on_the_device(method: str, options: DraftO
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_the_next_draft_is_launched_before_the_host_waits(
-    monkeypatch, logprobs: int | None
-) -> None:
+def test_the_next_draft_is_launched_before_the_host_waits(monkeypatch, logprobs):
     """Unless a selection may come first, or somebody wants the verification's logits,
     which it may overwrite.
     """
@@ -189,9 +186,7 @@ def test_the_next_draft_is_launched_before_the_host_waits(
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(
-    monkeypatch, logprobs: int | None
-) -> None:
+def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(monkeypatch, logprobs):
     """Unless somebody wants the logits, which it overwrites;
     and never one beyond the text's length.
     """
@@ -211,7 +206,7 @@ def test_a_plain_step_is_launched_before_the_host_reads_the_one_before(
 
 
 @pytest.mark.slow
-def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
+def test_a_text_ends_at_a_stop_token_or_at_its_length():
     stop = tokens_of(on_host_and_device("ar", length=60)[0])[40]
     for method in ("ar", "tokenswift"):
         host, device = on_host_and_device(method, stop=(stop,))
@@ -221,7 +216,7 @@ def test_a_text_ends_at_a_stop_token_or_at_its_length() -> None:
 
 
 @pytest.mark.parametrize("method", first(1, ["tokenswift", "ar"]))
-def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
+def test_plain_steps_in_between_leave_no_trace(method):
     target = static_target()
     prompt = random_prompt(40)
     decoding = Decoding(target, prompt, COUNTED, 3, drafter(method, target, ROOMY), 60)
@@ -238,7 +233,7 @@ def test_plain_steps_in_between_leave_no_trace(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "alpha"), [("tokenswift", 1.0), ("tokenswift", 0.3), ("reuse", 0.3)]
 )
-def test_a_given_acceptance_is_met(method: str, alpha: float) -> None:
+def test_a_given_acceptance_is_met(method, alpha):
     accepted = []
     for target in (tiny_target(), static_target()):
         made = drafter(method, target, ROOMY)
@@ -257,9 +252,7 @@ def reached(tokens: list[int], parents: list[int], drawn: list[int], wanted: int
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.randoms(use_true_random=False))
-def test_ancestors_and_the_path_are_those_of_the_tree(
-    nodes: int, wanted: int, random: Random
-) -> None:
+def test_ancestors_and_the_path_are_those_of_the_tree(nodes, wanted, random):
     tree = random_tree(nodes, random, vocab=50)
     parents = [0, *tree.parents[1:]]
     found = ancestors_of(torch.tensor(parents), torch.arange(nodes), max(tree.depths))
@@ -271,12 +264,12 @@ def test_ancestors_and_the_path_are_those_of_the_tree(
     assert reached(tree.tokens, parents, drawn, wanted) == tree.walk(drawn)[:wanted][-1]
 
 
-def test_of_two_children_with_the_same_token_both_are_followed() -> None:
+def test_of_two_children_with_the_same_token_both_are_followed():
     """As where an n-gram goes on below a candidate of the heads: the longer path counts."""
     assert reached([9, 5, 5, 7], [0, 0, 0, 2], [5, 7, 7, 1], 4) == 3
 
 
-def test_a_node_that_is_not_there_is_not_what_could_not_be_drawn() -> None:
+def test_a_node_that_is_not_there_is_not_what_could_not_be_drawn():
     """Both are -1: where the root's logits are broken and those beside it are not,
     nothing is accepted.
     """
@@ -285,7 +278,7 @@ def test_a_node_that_is_not_there_is_not_what_could_not_be_drawn() -> None:
 
 
 @pytest.mark.parametrize(("method", "absent"), [("medusa", False), ("tokenswift", True)])
-def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method: str, absent: bool) -> None:
+def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method, absent):
     """A token whose embedding is NaN spoils the whole pass: one drafted, or what stands for none.
 
     The root is drawn.
@@ -301,7 +294,7 @@ def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method: str, ab
     target = Target(network, LengthOnDevice)
 
     class Poison(FixedTree):
-        def draft(self) -> None:
+        def draft(self):
             if absent:
                 super().draft()
                 self._state.tokens[2] = bad
@@ -315,7 +308,7 @@ def test_a_candidate_that_breaks_the_model_does_not_end_the_text(method: str, ab
     assert absent or {step.nodes for step in steps} == {1}
 
 
-def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
+def test_nothing_to_draw_is_said_and_commits_nothing():
     network = tiny_llama("gqa", torch.float64)
     target = Target(network, LengthOnDevice)
     decoding = Decoding(
@@ -332,7 +325,7 @@ def test_nothing_to_draw_is_said_and_commits_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_partial_cache_holds_the_same_by_either_way() -> None:
+def test_a_partial_cache_holds_the_same_by_either_way():
     """Tokens appended on the device lie where the host would have put them."""
     held = []
     for target in (tiny_target(), static_target()):
@@ -367,7 +360,7 @@ def tried(dtype: torch.dtype = torch.float64) -> Target:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
+def test_right_steps_are_trusted(dtype):
     target = tried(dtype)
     assert target.fallbacks.graph_fault is None
     assert target.replays
@@ -376,7 +369,7 @@ def test_right_steps_are_trusted(dtype: torch.dtype) -> None:
 class _Broken(LengthOnDevice):
     """Misses the newest key of the prefix."""
 
-    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+    def __init__(self, layout, prefix, nodes, ancestors):
         super().__init__(layout, prefix, nodes, ancestors)
         self._newest = int(prefix) - 1 if isinstance(prefix, torch.Tensor) else -1
 
@@ -394,14 +387,12 @@ class _Broken(LengthOnDevice):
         ("extend_rows", lambda *given: None),  # the penalty's table stays as it was
     ],
 )
-def test_a_sampler_that_is_wrong_is_found_out(
-    part: str, wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_is_wrong_is_found_out(part, wrong, monkeypatch):
     monkeypatch.setattr(Sampler, part, wrong)
     assert "drew others than the rule" in tried().fallbacks.graph_fault
 
 
-def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_without_its_gather_is_found_out(monkeypatch):
     right = DeviceStepper._verify
 
     def without(self, nodes, drafted):
@@ -418,7 +409,7 @@ def test_a_commit_without_its_gather_is_found_out(monkeypatch: pytest.MonkeyPatc
     assert "other keys and values" in tried().fallbacks.graph_fault
 
 
-def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_ancestors_are_found_out(monkeypatch):
     right = device_tree.ancestors_of
     monkeypatch.setattr(
         device_tree, "ancestors_of", lambda parents, index, depth: right(parents, index, 1)
@@ -426,14 +417,14 @@ def test_wrong_ancestors_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried().fallbacks.graph_fault is not None
 
 
-def test_an_attention_that_misses_a_key_is_found_out() -> None:
+def test_an_attention_that_misses_a_key_is_found_out():
     target = Target(tiny_llama("gqa", torch.float64), _Broken)
     try_steps(target, SamplingParams())
     assert "other keys and values" in target.fallbacks.graph_fault
     assert not target.replays
 
 
-def test_what_cannot_be_done_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_done_at_all_is_told(monkeypatch):
     def fails(*given):
         raise RuntimeError("no kernel image is available\nand more")
 

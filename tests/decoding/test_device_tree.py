@@ -28,11 +28,11 @@ kernels = pytest.importorskip(
 pytestmark = needs_triton
 
 
-def test_larger_trees_are_left_to_pytorch() -> None:
+def test_larger_trees_are_left_to_pytorch():
     assert not check.differ(kernels.MOST_NODES + 3, 5, Random(0), CPU)
 
 
-def test_random_trees_have_accepted_paths() -> None:
+def test_random_trees_have_accepted_paths():
     """Else the comparison says little."""
     lengths = []
     sampler = Sampler(PARAMS, 0, 50, CPU)
@@ -46,9 +46,7 @@ def test_random_trees_have_accepted_paths() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_a_decode_with_kernels_is_the_one_without(
-    monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_a_decode_with_kernels_is_the_one_without(monkeypatch, method):
     found = []
     for operators in (device_tree, kernels):
         monkeypatch.setattr(device_step, "_tree_operators", lambda target, own=operators: own)
@@ -61,10 +59,10 @@ def test_a_decode_with_kernels_is_the_one_without(
 
 
 @pytest.mark.slow
-def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_lie_are_not_used(monkeypatch):
     right = kernels.walk
 
-    def wrong(state, tree, drawn, control, sampler, path) -> None:
+    def wrong(state, tree, drawn, control, sampler, path):
         right(state, tree, drawn, control, sampler, path)
         path.slots[-1] += len(drawn) == 32
 
@@ -79,14 +77,12 @@ def test_kernels_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @few
 @given(st.integers(1, 128), st.integers(1, 31), st.randoms(use_true_random=False))
-def test_kernels_do_what_operators_do(nodes: int, depth: int, random: Random) -> None:
+def test_kernels_do_what_operators_do(nodes, depth, random):
     assert not check.differ(nodes, depth if nodes > 1 else 0, random, CPU)
 
 
 @pytest.mark.parametrize(("method", "most"), [("ar", 5), ("tokenswift", 16)])
-def test_a_verification_is_few_operators_beside_its_pass(
-    monkeypatch: pytest.MonkeyPatch, method: str, most: int
-) -> None:
+def test_a_verification_is_few_operators_beside_its_pass(monkeypatch, method, most):
     """Each takes a GPU 1.8 us, whatever it does;
     a commit and the two kernels here count as one each.
     """
@@ -105,7 +101,7 @@ def test_a_verification_is_few_operators_beside_its_pass(
     decoding = Decoding(target, random_prompt(90), PARAMS, 3, drafter(method, target, ROOMY), 60)
     verify = DeviceStepper._verify
 
-    def counted(*given: object) -> object:
+    def counted(*given):
         operators.on = True
         out = verify(*given)
         operators.on = False

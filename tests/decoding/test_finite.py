@@ -64,7 +64,7 @@ FILTERS = {
 
 
 @every_row("name", FILTERS)
-def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
+def test_a_row_with_nan_or_infinity_draws_nothing(name):
     params = FILTERS[name]
     vocab = 700 if "top-p" in name or name == "all" else 40
     fine = torch.randn(6, vocab, generator=seeded(1))
@@ -90,7 +90,7 @@ def test_a_row_with_nan_or_infinity_draws_nothing(name: str) -> None:
         assert Sampler(params, 3, vocab, CPU).draw(logits, seen, range(6)) == wanted
 
 
-def test_of_equal_logits_the_first_is_drawn() -> None:
+def test_of_equal_logits_the_first_is_drawn():
     logits = torch.zeros(3, 3000).bfloat16()
     logits[1, [20, 40, 2999]] = 1
     assert Sampler(parameters(temperature=0), 1, 3000, CPU).draw(logits, None, range(3)) == [
@@ -115,7 +115,7 @@ def broken_target(
 
 
 def weight(name: str, value: float, row: int = 0) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
+    def change(model: nn.Module):
         model.get_parameter(name).view(-1, model.get_parameter(name).shape[-1])[row, 3] = value
 
     return change
@@ -131,7 +131,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("name", "value"), zip(PLACES, (NAN, INF, NAN, INF, NAN), strict=True))
-def test_a_broken_weight_is_found(name: str, value: float) -> None:
+def test_a_broken_weight_is_found(name, value):
     target = broken_target(weight(name, value))
     prompt = random_prompt(20)
     params = parameters(min_p=0.1, penalty=1.2)
@@ -151,7 +151,7 @@ def test_a_broken_weight_is_found(name: str, value: float) -> None:
         audit(target, prompt, random_prompt(40, 1), params, 1)
 
 
-def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands() -> None:
+def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands():
     prompt = [token for token in random_prompt(1200) if token != 11]
     prompt[777] = 11
     target = broken_target(weight("model.embed_tokens.weight", NAN, row=11))
@@ -169,7 +169,7 @@ def test_a_broken_embedding_in_the_prompt_is_found_where_it_stands() -> None:
 class Bad:
     """A hook after which a layer gives NaN: from its n-th pass over few nodes on, or once."""
 
-    def __init__(self, after: int, once: bool = False) -> None:
+    def __init__(self, after: int, once: bool = False):
         self.calls = 0
         self._after = after
         self._once = once
@@ -191,7 +191,7 @@ def run_until_broken(run: Decoding) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("method", first(1, ["tokenswift", "ar", "reuse", "magicdec"]))
-def test_what_was_written_before_stays(method: str) -> None:
+def test_what_was_written_before_stays(method):
     prompt = random_prompt(20)
     params = parameters(temperature=0.5, penalty=1.2, window=9)
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
@@ -216,12 +216,12 @@ def test_what_was_written_before_stays(method: str) -> None:
     assert tokens_of(list(rest)) == plain[len(written) :]
 
 
-def test_a_fault_that_does_not_come_again() -> None:
+def test_a_fault_that_does_not_come_again():
     prompt = random_prompt(20)
     params = parameters(temperature=0.5, penalty=1.2, window=9)
     plain = decode_method("ar", broken_target(lambda model: None), prompt, params, 5, 60)
 
-    def once(method: str) -> Decoding:
+    def once(method):
         target = broken_target(
             lambda model: model.model.layers[1].register_forward_hook(Bad(21, once=True))
         )
@@ -248,7 +248,7 @@ def test_a_fault_that_does_not_come_again() -> None:
         assert tokens_of(list(once(method).steps())) == plain
 
 
-def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
+def test_a_node_that_is_not_on_the_path_is_no_fault():
     """Plain decoding would never have come there."""
     prompt = random_prompt(20)
     params = parameters()
@@ -257,7 +257,7 @@ def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
     calls = []
 
     class Poisoned(Target):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        def logits(self, hidden):
             calls.append(len(hidden))
             logits = right(self, hidden).clone()
             logits[1:] = NAN
@@ -271,7 +271,7 @@ def test_a_node_that_is_not_on_the_path_is_no_fault() -> None:
     assert calls == [2] * 39 + [1]
 
 
-def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
+def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault():
     """What is masked still counts where it is NaN: nothing times NaN is NaN."""
     prompt = [token for token in random_prompt(20) if token != 11]
     params = parameters(banned=(11,))
@@ -285,7 +285,7 @@ def test_a_drafted_token_that_spoils_the_whole_pass_is_no_fault() -> None:
     assert len(list(Decoding(target, prompt, params, 5, alone, 40).steps())) < 15
 
 
-def test_parameters_that_leave_nothing_to_draw() -> None:
+def test_parameters_that_leave_nothing_to_draw():
     target = tiny_target()
     says = r"^there is nothing to draw at position 9: the logits are finite; temperature "
     with pytest.raises(NotFinite, match=says):
@@ -304,7 +304,7 @@ def broken_heads(value: float, kind: str) -> Heads:
 
 
 @pytest.mark.parametrize(("kind", "value"), [("chained", NAN), ("conditioned", INF)])
-def test_broken_heads_change_nothing(value: float, kind: str) -> None:
+def test_broken_heads_change_nothing(value, kind):
     target = tiny_target()
     prompt = random_prompt(70)
     heads = broken_heads(value, kind)
@@ -316,7 +316,7 @@ def test_broken_heads_change_nothing(value: float, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_drafting_pass_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_drafting_pass_changes_nothing(monkeypatch):
     prompt = random_prompt(70)
     params = parameters(top_p=0.9, penalty=1.2, window=30)
     plain = decode_method("ar", tiny_target(), prompt, params, 3, 90)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ from tswift.models.hashes import named_weights
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 
-def test_end_of_text_is_banned_or_stops() -> None:
+def test_end_of_text_is_banned_or_stops():
     params = SamplingParams(banned=(5,))
     assert apply_eos_policy(params, (2, 7), stop_at_eos=True) == (params, (2, 7))
     assert apply_eos_policy(params, (2, 7), stop_at_eos=False) == (
@@ -38,8 +37,8 @@ def test_end_of_text_is_banned_or_stops() -> None:
 
 
 def test_the_reference_decodes_with_the_attention_of_reference_implementations(
-    checkpoint: Path,
-) -> None:
+    checkpoint,
+):
     model = load(str(checkpoint), dtype="float64")
     plain, reference = (
         begin(model, Request(prompt=[1, 2, 3], length=40, method=method))
@@ -52,7 +51,7 @@ def test_the_reference_decodes_with_the_attention_of_reference_implementations(
     assert tokens_of(list(reference.steps())) == tokens_of(list(plain.steps()))
 
 
-def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
+def test_a_length_that_leaves_nothing_to_generate(checkpoint):
     model = load(str(checkpoint))
     with pytest.raises(
         InputError, match=r"^length: must be at least 3, got 2, as 2 tokens are there already$"
@@ -66,14 +65,14 @@ def test_a_length_that_leaves_nothing_to_generate(checkpoint: Path) -> None:
         begin(model, Request(prompt=[1], length=0))
 
 
-def test_every_method_says_what_it_uses() -> None:
+def test_every_method_says_what_it_uses():
     assert set().union(*(method.uses for method in METHODS.values())) == set(
         DraftOptions.__dataclass_fields__
     )
 
 
 @pytest.mark.slow
-def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
+def test_heads_that_are_missing(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "m")
     (folder / "heads.safetensors").unlink()
     model = load(str(folder))
@@ -95,12 +94,12 @@ def test_heads_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
         )
 
 
-def limit_memory(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+def limit_memory(monkeypatch, free: int | None):
     monkeypatch.setattr(memory, "available_bytes", lambda device: free)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
+def test_what_is_foreseen_is_what_comes(checkpoint, method):
     dtype = "float64" if method == "medusa" else "float32"
     kind = METHODS[method]
     options = DraftOptions(budget=128, nodes=5 if "nodes" in kind.uses else None)
@@ -131,7 +130,7 @@ def test_what_is_foreseen_is_what_comes(checkpoint: Path, method: str) -> None:
     assert held == (kind.drafts_itself, draft is not None, recalls)
 
 
-def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory(checkpoint, monkeypatch):
     asked = (
         plan_model(ModelConfig(model=str(checkpoint))),
         Demand(3, 2000, "tokenswift", DraftOptions(budget=1000)),
@@ -167,9 +166,7 @@ def test_too_little_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("method", "tree"), [("recall", None), ("auto", None), ("medusa", "auto"), ("medusa", None)]
 )
-def test_what_is_recalled_counts(
-    checkpoint: Path, monkeypatch, method: str, tree: str | None
-) -> None:
+def test_what_is_recalled_counts(checkpoint, monkeypatch, method, tree):
     need = preflight(
         plan_model(ModelConfig(model=str(checkpoint))),
         Demand(3, 2000, method, DraftOptions(tree=tree)),
@@ -194,7 +191,7 @@ def test_what_is_recalled_counts(
             )
 
 
-def test_too_few_positions(checkpoint: Path) -> None:
+def test_too_few_positions(checkpoint):
     preflight(
         plan_model(ModelConfig(model=str(checkpoint))), Demand(96, 4000, "ar", DraftOptions())
     )
@@ -208,7 +205,7 @@ def test_too_few_positions(checkpoint: Path) -> None:
         )
 
 
-def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_a_share_of_all_that_is_held_counts(monkeypatch):
     """An 8B model at 100,000 tokens takes 0.31 to 0.45 GB beside what is held."""
     limit_memory(monkeypatch, None)
     demand = Demand(4096, 100_000, "tokenswift", DraftOptions(nodes=32))

@@ -133,7 +133,7 @@ SYSTEMS = [
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*first(3, CASES[:-1]), CASES[-1]], ids=str)
-def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.dtype) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(name, dtype):
     params, options, seed, prompt_length, length, kind = TEXTS[name]
     target = tiny_target(kind, dtype)
     prompt = random_prompt(prompt_length, seed % 1000)
@@ -165,7 +165,7 @@ def test_every_method_writes_the_text_of_plain_decoding(name: str, dtype: torch.
 
 
 @pytest.mark.slow
-def test_a_long_prompt() -> None:
+def test_a_long_prompt():
     target = tiny_target("gqa")
     prompt = random_prompt(2200)
     params = parameters(min_p=0.1, penalty=1.2, window=1024)
@@ -186,7 +186,7 @@ def test_a_long_prompt() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method: str) -> None:
+def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method):
     target = tiny_target()
     params = parameters(temperature=0.3)
     whole = decode_method("ar", target, [5], params, 3, 24)
@@ -198,7 +198,7 @@ def test_a_prompt_of_one_token_and_lengths_that_cut_a_step(method: str) -> None:
 # drafts that lie, and drafts that know
 
 
-def test_no_draft_changes_the_text_however_it_lies() -> None:
+def test_no_draft_changes_the_text_however_it_lies():
     """Long accepted paths among lies: the true continuation, cut at random, with siblings,
     repeated, out of order.
     """
@@ -213,7 +213,7 @@ def test_no_draft_changes_the_text_however_it_lies() -> None:
     ):
         plain = decode_method("ar", target, prompt, params, 17, 100)
 
-        def lies(context: Context, plain=plain) -> list[list[int]]:
+        def lies(context, plain=plain):
             done = len(context.text) - len(prompt)
             truth = plain[done : done + random.randrange(12)]
             root = context.text[-1]
@@ -251,7 +251,7 @@ def knowing(plain: list[int], prompt: list[int], depth: int) -> Drafter:
     return Drafter([Proposals(truth)], depth, depth + 1)
 
 
-def test_the_length_is_exact_in_the_middle_of_an_accepted_path() -> None:
+def test_the_length_is_exact_in_the_middle_of_an_accepted_path():
     target = tiny_target()
     prompt = [1, 2]
     params = parameters()
@@ -267,7 +267,7 @@ def test_the_length_is_exact_in_the_middle_of_an_accepted_path() -> None:
         assert all(step.nodes == len(step.tokens) for step in steps)
 
 
-def test_a_stop_token_is_the_last_one() -> None:
+def test_a_stop_token_is_the_last_one():
     target = tiny_target()
     prompt = [1, 2]
     params = parameters()
@@ -283,7 +283,7 @@ def test_a_stop_token_is_the_last_one() -> None:
         assert decode_method("tokenswift", target, prompt, params, 4, 20, stop=(stop,)) == until
 
 
-def test_the_same_decode_twice_and_no_global_random_state() -> None:
+def test_the_same_decode_twice_and_no_global_random_state():
     target = tiny_target()
     prompt = random_prompt(9)
     params = parameters(penalty=1.2, window=8)
@@ -312,7 +312,7 @@ CUTS = {  # sampling parameters, draft options, seed, prompt length, tokens
 
 
 @pytest.mark.parametrize("name", first(1, list(CUTS)[:2]))
-def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
+def test_a_text_goes_on_where_it_was_cut(name):
     params, options, seed, prompt_length, length = CUTS[name]
     target = tiny_target()
     prompt = random_prompt(prompt_length, seed)
@@ -335,7 +335,7 @@ def test_a_text_goes_on_where_it_was_cut(name: str) -> None:
             assert drafter.sources[0].draft_model.kv.selections >= 3
 
 
-def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() -> None:
+def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text():
     target = tiny_target()
     prompt = [1, 2]
     params = parameters()
@@ -349,7 +349,7 @@ def test_what_was_written_in_the_shadow_of_a_stop_token_still_ends_the_text() ->
     assert tokens_of(list(run.steps({stop}))) == plain[2 : until + 1]
 
 
-def test_what_cannot_be_decoded_is_refused() -> None:
+def test_what_cannot_be_decoded_is_refused():
     for prompt, length, written, about in (
         *((prompt, 4, [], "prompt") for prompt in ([], [VOCAB], [3, -1])),
         *(([1], 4, written, "length") for written in ([1, 2, 3, 4], [1, 2, 3, 4, 5])),
@@ -359,7 +359,7 @@ def test_what_cannot_be_decoded_is_refused() -> None:
             Decoding(tiny_target(), prompt, PLAIN, 1, Drafter(), length, written=written)
 
 
-def test_a_long_prefill_shows_how_far_it_is() -> None:
+def test_a_long_prefill_shows_how_far_it_is():
     seen = []
     run = Decoding(
         tiny_target(), random_prompt(700), PLAIN, 1, Drafter(), 900, written=random_prompt(400, 1)
@@ -440,7 +440,7 @@ def joint_p_value(params: SamplingParams, paths, texts: int = 700, length: int =
         ],
     ),
 )
-def test_decoded_texts_have_their_exact_joint_distribution(name: str, draft: str) -> None:
+def test_decoded_texts_have_their_exact_joint_distribution(name, draft):
     assert joint_p_value(TOY[name], DRAFTS[draft]) > 1e-3
 
 
@@ -448,7 +448,7 @@ RECALL = DraftOptions(costs="nominal")  # the same trees whatever the clock says
 
 
 @needs_program
-def test_decodes_of_the_same_text_are_prefilled_together() -> None:
+def test_decodes_of_the_same_text_are_prefilled_together():
     target = tiny_target()
     prompt = random_prompt(50, 2)
     wanted = decode_method("ar", target, prompt, PLAIN, 3, 40)

@@ -24,7 +24,7 @@ from tswift.decoding.drafter import Drafter, Step
 from tswift.decoding.stats import DecodeStats, distinct
 
 
-def test_figures_of_steps_counted_by_hand() -> None:
+def test_figures_of_steps_counted_by_hand():
     stats = DecodeStats(depth=4)
     for step in (
         Step((1, 2, 3, 4, 5), 4, "reuse", 9, 0.5),
@@ -41,7 +41,7 @@ def test_figures_of_steps_counted_by_hand() -> None:
     assert stats.accepted == {4: 1, 0: 1, 2: 1, 1: 1}
 
 
-def test_nothing_counted_and_nothing_drafted() -> None:
+def test_nothing_counted_and_nothing_drafted():
     for depth in (0, 4):
         stats = DecodeStats(depth)
         assert (stats.alpha, stats.beta, stats.tokens_per_step, stats.tokens_per_second) == (
@@ -55,7 +55,7 @@ def test_nothing_counted_and_nothing_drafted() -> None:
     assert (stats.alpha, stats.tokens_per_step) == (0, 1)
 
 
-def test_steps_of_a_decode_add_up() -> None:
+def test_steps_of_a_decode_add_up():
     """All that is drafted is true, by a source named reuse: alpha and beta are 1,
     the cut last step apart.
     """
@@ -71,7 +71,7 @@ def test_steps_of_a_decode_add_up() -> None:
         assert stats.alpha == stats.beta == (9 if length == 12 else 10) / (3 * steps)
 
 
-def test_alpha_is_of_what_was_drafted_where_that_varies() -> None:
+def test_alpha_is_of_what_was_drafted_where_that_varies():
     """Also for a run whose journal is of before that was counted."""
     stats = DecodeStats(depth=31)
     for step in (Step((1, 2), 1, "", 4, 0.5, drafted=2), Step((1,), 0, "", 1, 0.5, drafted=0)):
@@ -89,7 +89,7 @@ def test_alpha_is_of_what_was_drafted_where_that_varies() -> None:
 @pytest.mark.parametrize(
     "method", ["reuse", pytest.param("recall", marks=needs_program), "auto", "medusa"]
 )
-def test_what_a_step_says_that_it_drafted(method: str) -> None:
+def test_what_a_step_says_that_it_drafted(method):
     """Nothing where the method always drafts as far; elsewhere no less than was accepted,
     nothing in plain steps.
     """
@@ -109,7 +109,7 @@ def test_what_a_step_says_that_it_drafted(method: str) -> None:
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 5))
-def test_distinct_n_is_unique_ngrams_over_ngrams(tokens: list[int], n: int) -> None:
+def test_distinct_n_is_unique_ngrams_over_ngrams(tokens, n):
     grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     assert distinct(tokens, n) == (pytest.approx(len(set(grams)) / len(grams)) if grams else 0)
 
@@ -120,7 +120,7 @@ COUNTERS = {
 }
 
 
-def test_counters_that_are_none() -> None:
+def test_counters_that_are_none():
     assert DecodeStats.counted(4, 7, COUNTERS).counters() == COUNTERS
     values = [None, "3", -1, 1.5, math.nan, math.inf, 10**400, [1], {"x": 1}, {"1": -1}, {"-1": 1}]
     for name, value in product(COUNTERS, values):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import METHODS, options_for, refused, tokens_of
+from tests.jobs.test_text import first_stop, text_of
 from tests.sampling.test_rule import transformers_warp
 from tswift.decoding.drafter import Step
 from tswift.decoding.text import TextRules, TextStream
@@ -50,27 +51,6 @@ def steps_of(model: LoadedModel, method: str, params: SamplingParams, **asked: A
     )
 
 
-def text_of(model: LoadedModel, tokens: list[int]) -> str:
-    return str(model.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False))
-
-
-def first_stop(
-    model: LoadedModel, tokens: list[int], stop: list[str]
-) -> tuple[int, str, str | None]:
-    """How many tokens, which text and which string, tried token by token;
-    independent of :class:`TextStream`.
-    """
-    for count in range(1, len(tokens) + 1):
-        text = text_of(model, tokens[:count]).rstrip("\ufffd")
-        found = [
-            (text.index(each) + len(each), text.index(each), each) for each in stop if each in text
-        ]
-        if found:
-            _, begin, each = min(found)
-            return count, text[:begin], each
-    return len(tokens), text_of(model, tokens), None
-
-
 biases = st.dictionaries(st.integers(1, 319), st.floats(-100, 100), max_size=6)
 samplings = st.builds(
     SamplingParams,
@@ -90,17 +70,15 @@ WIDTHS = pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytes
 @WIDTHS
 @settings(max_examples=5)
 @given(samplings, st.data())
-def test_biases_and_stop_strings_under_methods(
-    model: LoadedModel, every: bool, params: SamplingParams, data: st.DataObject
-) -> None:
+def test_biases_and_stop_strings_under_methods(model, every, params, data):
     plain = tokens_of(steps_of(model, "ar", params))
-    whole = text_of(model, plain)
+    whole = text_of(model.tokenizer, plain)
     stop = []
     for _ in range(data.draw(st.integers(1, 3))):
         begin = data.draw(st.integers(0, max(0, len(whole) - 2)))
         stop.append(whole[begin : begin + data.draw(st.integers(1, 7))])
     stop = [each for each in stop if each and "\ufffd" not in each] or ["never"]
-    count, text, each = first_stop(model, plain, stop)
+    count, text, each = first_stop(model.tokenizer, plain, stop)
     for method in METHODS if every else ("ar", data.draw(st.sampled_from(FAST))):
         made = tokens_of(steps_of(model, method, params, stop=stop))
         assert made == plain[:count], (method, stop)
@@ -109,7 +87,7 @@ def test_biases_and_stop_strings_under_methods(
         assert stream.stopped == each
 
 
-def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
+def test_a_stop_string_cuts_a_step_and_spans_tokens(model):
     """Of a long accepted path only the tokens up to the string's end are kept,
     and counted as accepted.
     """
@@ -118,9 +96,12 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
     whole = steps_of(model, FAST[-1], greedy)
     tokens = tokens_of(whole)
     for count in range(10, len(tokens), 2):
-        before, text = text_of(model, tokens[: count - 2]), text_of(model, tokens[:count])
+        before, text = (
+            text_of(model.tokenizer, tokens[: count - 2]),
+            text_of(model.tokenizer, tokens[:count]),
+        )
         stop = text[len(before) - 1 :]  # of several tokens
-        expected = first_stop(model, tokens, [stop])[0]
+        expected = first_stop(model.tokenizer, tokens, [stop])[0]
         steps = steps_of(model, FAST[-1], greedy, stop=stop)
         assert tokens_of(steps) == tokens[:expected]
         assert all(step.accepted <= len(step.tokens) for step in steps)
@@ -128,15 +109,19 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model: LoadedModel) -> None:
     assert cut > 2
 
 
-def test_a_stop_string_in_what_was_written_is_refused(model: LoadedModel) -> None:
+def test_a_stop_string_in_what_was_written_is_refused(model):
     tokens = tokens_of(steps_of(model, "ar", SamplingParams()))
     with refused(r"^stop: the text so far has"):
         steps_of(
-            model, "ar", SamplingParams(), stop=text_of(model, tokens[:9])[1:4], written=tokens[:9]
+            model,
+            "ar",
+            SamplingParams(),
+            stop=text_of(model.tokenizer, tokens[:9])[1:4],
+            written=tokens[:9],
         )
 
 
-def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedModel) -> None:
+def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model):
     wrong = {
         "stop": ("", [""], 3, [3], None, "x" * 1001, ["x"] * 65, b"x"),
         "logprobs": (-1, 21, 1.5, True, "3"),
@@ -150,8 +135,8 @@ def test_what_is_no_stop_string_or_number_of_logprobs_is_refused(model: LoadedMo
 
 
 def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading(
-    model: LoadedModel,
-) -> None:
+    model,
+):
     params = SamplingParams(logit_bias={320: 1.0})
     with refused(r"^logit_bias: has token ids outside the model's vocabulary of 320$"):
         preflight(
@@ -187,9 +172,7 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @torch.inference_mode()
-def test_logprobs_are_those_of_transformers(
-    model: LoadedModel, checkpoint: Path, name: str
-) -> None:
+def test_logprobs_are_those_of_transformers(model, checkpoint, name):
     """Recomputed from dense logits of the whole text in float64,
     with the warpers of transformers.
     """
@@ -228,9 +211,7 @@ def test_logprobs_are_those_of_transformers(
 @WIDTHS
 @settings(max_examples=4)
 @given(samplings, st.sampled_from(FAST), st.sampled_from([0, 1, 5]))
-def test_logprobs_are_those_of_plain_decoding(
-    model: LoadedModel, every: bool, params: SamplingParams, method: str, top: int
-) -> None:
+def test_logprobs_are_those_of_plain_decoding(model, every, params, method, top):
     plain = rows_of(steps_of(model, "ar", params, logprobs=top))
     assert np.isfinite(plain["raw"]).all()
     assert np.isfinite(plain["warped"]).all()
@@ -242,11 +223,11 @@ def test_logprobs_are_those_of_plain_decoding(
             )
 
 
-def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel) -> None:
+def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model):
     greedy = SamplingParams(temperature=0.0, penalty=1.0)
     whole = steps_of(model, FAST[-1], greedy, logprobs=1)
     for count in range(30, 34):
-        stop = text_of(model, tokens_of(whole)[:count])[-4:]
+        stop = text_of(model.tokenizer, tokens_of(whole)[:count])[-4:]
         steps = steps_of(model, FAST[-1], greedy, logprobs=1, stop=stop)
         assert len(rows_of(steps)) == len(tokens_of(steps))
         np.testing.assert_allclose(
@@ -254,7 +235,7 @@ def test_logprobs_go_with_the_tokens_that_a_stop_string_keeps(model: LoadedModel
         )
 
 
-def test_logprobs_go_on_after_what_was_written(model: LoadedModel) -> None:
+def test_logprobs_go_on_after_what_was_written(model):
     params = SamplingParams(window=9)
     whole = steps_of(model, "ar", params, logprobs=3)
     rest = steps_of(model, "medusa", params, logprobs=3, written=tokens_of(whole)[:25])
@@ -264,10 +245,10 @@ def test_logprobs_go_on_after_what_was_written(model: LoadedModel) -> None:
         )
 
 
-def test_nothing_is_recorded_unless_asked_for(model: LoadedModel) -> None:
+def test_nothing_is_recorded_unless_asked_for(model):
     assert all(step.logprobs is None for step in steps_of(model, "medusa", SamplingParams()))
 
 
-def test_a_row_is_what_the_documentation_says() -> None:
+def test_a_row_is_what_the_documentation_says():
     assert (row_type(0).itemsize, row_type(5).itemsize) == (16, 16 + 24 * 5)
     assert row_type(2).names == ("raw", "warped", "raw_ids", "raw_top", "warped_ids", "warped_top")

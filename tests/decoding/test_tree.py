@@ -23,7 +23,7 @@ def grown(root: int, limit: int, all_paths) -> DraftTree:
 
 
 @given(st.integers(0, 4), st.integers(1, 60), paths)
-def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> None:
+def test_a_tree_is_a_trie_within_its_limit(root, limit, all_paths):
     tree = grown(root, limit, all_paths)
     assert (
         len(tree)
@@ -56,7 +56,7 @@ def test_a_tree_is_a_trie_within_its_limit(root: int, limit: int, all_paths) -> 
 
 
 @given(st.integers(1, 60), paths)
-def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) -> None:
+def test_ancestors_are_the_transitive_closure_of_parents(limit, all_paths):
     tree = grown(0, limit, all_paths)
     size = len(tree)
     closure = torch.eye(size, dtype=torch.int64)
@@ -69,9 +69,7 @@ def test_ancestors_are_the_transitive_closure_of_parents(limit: int, all_paths) 
 
 
 @given(st.integers(1, 60), paths, st.integers(0, 10**6))
-def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(
-    limit: int, all_paths, seed: int
-) -> None:
+def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(limit, all_paths, seed):
     tree = grown(0, limit, all_paths)
     random = Random(seed)
     drawn = [random.randrange(5) for _ in range(len(tree))]
@@ -84,7 +82,7 @@ def test_the_walk_follows_the_drawn_tokens_as_far_as_the_tree_goes(
     assert (*path_to(tree, path[-1]), drawn[path[-1]]) not in nodes
 
 
-def test_a_full_tree_still_finds_what_it_holds() -> None:
+def test_a_full_tree_still_finds_what_it_holds():
     tree = grown(9, 3, [[1, 2], [1, 3], [4]])
     assert tree.tokens == [9, 1, 2]
     assert tree.grow(0, 1, "again") == 1

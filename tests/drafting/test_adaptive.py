@@ -32,7 +32,7 @@ from tests.helpers import (
     tokens_of,
 )
 from tswift.decoding.device_step import DeviceStepper
-from tswift.decoding.drafter import Context, Drafter
+from tswift.decoding.drafter import Drafter
 from tswift.decoding.pass_costs import NOMINAL, PassCosts, PassTimes
 from tswift.drafting.adaptive import AdaptiveDrafter, Bandit
 from tswift.drafting.methods import make_drafter
@@ -63,9 +63,7 @@ class World:
     they may change.
     """
 
-    def __init__(
-        self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1
-    ) -> None:
+    def __init__(self, *paces: list[tuple[float, float]], every: int = 1 << 60, seed: int = 1):
         self.paces = paces
         self.every = every
         self.random = Random(seed)
@@ -99,8 +97,8 @@ HOPELESS = [(1.0, 1), *[(20.0, 1)] * 4]
 
 @pytest.mark.parametrize("pace", first(1, [PLAIN_BEST, HEADS_BEST, RECALL_BEST, HOPELESS]))
 def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(
-    pace: list[tuple[float, float]],
-) -> None:
+    pace,
+):
     worlds = [World(pace, seed=seed).run(20_000) for seed in range(4)]
     assert sum(seconds for seconds, _, _ in worlds) <= 1.03 * sum(
         fastest for _, fastest, _ in worlds
@@ -114,7 +112,7 @@ def test_trials_cost_less_than_three_percent_of_the_best_arm_alone(
 @pytest.mark.parametrize(
     "worlds", [(PLAIN_BEST, HEADS_BEST), (HEADS_BEST, RECALL_BEST), (PLAIN_BEST, RECALL_BEST)]
 )
-def test_when_the_text_changes_another_arm_takes_over(worlds) -> None:
+def test_when_the_text_changes_another_arm_takes_over(worlds):
     seconds, fastest, _ = World(*worlds, every=10_000).run(60_000)
     assert seconds <= 1.1 * fastest
     alone = [
@@ -131,7 +129,7 @@ def bandit_after(*steps: tuple[int, int, float]) -> Bandit:
     return bandit
 
 
-def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
+def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace():
     bandit = bandit_after((1, 1, 9.0), (4, 1, 1.0))
     assert (bandit.chosen, bandit.arms[1].steps) == (0, 0)
     bandit.learn(1, 1.0)
@@ -144,7 +142,7 @@ def test_it_begins_with_plain_decoding_and_a_pause_is_no_pace() -> None:
     assert paused.arms[1].rate > 0.8 * usual.arms[1].rate
 
 
-def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it() -> None:
+def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it():
     times = PassTimes(PassCosts((1, 8), (1.0, 1.2), (0.0, 0.0), 0.1), timed=True)
     bandit = Bandit(2, times=times)
 
@@ -159,7 +157,7 @@ def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it() -> No
     assert bandit.chosen == 0
 
 
-def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one() -> None:
+def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one():
     prospect = set()
     bandit = Bandit(2, may_pay=prospect.__contains__)
     for _ in range(100):
@@ -171,7 +169,7 @@ def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one() -> None
     assert bandit.chosen == 1
 
 
-def test_the_first_passes_after_a_prompt_correct_no_costs() -> None:
+def test_the_first_passes_after_a_prompt_correct_no_costs():
     times = PassTimes(timed=True)
     drafter = AdaptiveDrafter(arms={"ar": Drafter(), "two": Drafter()}, times=times, clock=True)
     context = context_of([1], PARAMS)
@@ -186,17 +184,17 @@ def test_the_first_passes_after_a_prompt_correct_no_costs() -> None:
     assert factors[-1] < 1.0  # these are quicker than any pass
 
 
-def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
+def test_who_stands_aside_is_kept_up_when_it_drafts_again():
     class Noted(Drafter):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.kept_up = []
             self.learned = 0
 
-        def keep_up(self, context: Context, most: int) -> None:
+        def keep_up(self, context, most):
             self.kept_up.append(len(context.text))
 
-        def learn(self, context: Context) -> None:
+        def learn(self, context):
             self.learned += 1
 
     arms = {name: Noted() for name in ("ar", "one", "two")}
@@ -218,8 +216,8 @@ def test_who_stands_aside_is_kept_up_when_it_drafts_again() -> None:
 
 
 @needs_program
-def test_its_arms_are_what_is_there() -> None:
-    def arms(*, heads=None, draft=None, costs=QUICK, **options) -> list[str]:
+def test_its_arms_are_what_is_there():
+    def arms(*, heads=None, draft=None, costs=QUICK, **options):
         made = make_drafter(
             "auto", tiny_target(), heads, DraftOptions(budget=64, **options), draft, costs=costs
         )
@@ -241,7 +239,7 @@ def test_its_arms_are_what_is_there() -> None:
 
 @needs_program
 @pytest.mark.parametrize("speculator", ["heads", "a smaller model"])
-def test_where_every_node_costs_most_of_a_step_prose_is_decoded_plainly(speculator: str) -> None:
+def test_where_every_node_costs_most_of_a_step_prose_is_decoded_plainly(speculator):
     heads, draft = (tiny_heads(), None) if speculator == "heads" else (None, tiny_draft())
     options = DraftOptions(budget=64, costs="nominal")
     params = SamplingParams(temperature=3.0, min_p=0.0)
@@ -256,7 +254,7 @@ def test_where_every_node_costs_most_of_a_step_prose_is_decoded_plainly(speculat
 
 
 @needs_program
-def test_a_text_that_repeats_itself_is_recalled_whatever_a_node_costs() -> None:
+def test_a_text_that_repeats_itself_is_recalled_whatever_a_node_costs():
     target = tiny_target()
     params = SamplingParams(penalty=1.0, banned=tuple(range(1, VOCAB)))  # one token is left
     prompt = random_prompt(60, 8)
@@ -284,9 +282,7 @@ LISTED = [*range(10), 3, *range(10), 4] * 4
     ),
     ids=["loops", "a list", "noise"],
 )
-def test_the_text_is_plain_decodings(
-    prompt, params: SamplingParams, heads: str | None, costs: PassCosts
-) -> None:
+def test_the_text_is_plain_decodings(prompt, params, heads, costs):
     options = DraftOptions(budget=64)
     drafter = make_drafter(
         "auto", tiny_target(), heads and tiny_heads(kind=heads), options, costs=costs
@@ -310,8 +306,8 @@ def test_the_text_is_plain_decodings(
     st.integers(1, 80),
 )
 def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
-    kind: str, levels: int, kv: str, nodes: int, recall: int, gamma: int, seed: int, length: int
-) -> None:
+    kind, levels, kv, nodes, recall, gamma, seed, length
+):
     prompt = random_prompt(40, 3)
     options = DraftOptions(
         budget=64, costs="nominal", kv=kv, nodes=nodes, recall=recall, gamma=gamma
@@ -326,7 +322,7 @@ def test_any_arms_write_plain_decodings_text_and_repeat_their_choices(
     assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, seed, length)
 
 
-def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_among_other_arms_draft_on_the_device(monkeypatch):
     """Where passes are replayed: the host makes the other arms' trees, and the text is the same."""
     target = static_target()
     launched = []
@@ -334,7 +330,7 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPa
     drafter = make_drafter("auto", target, tiny_heads(), DraftOptions(costs="nominal", nodes=12))
     assert isinstance(drafter, AdaptiveDrafter)
 
-    def choose(*given: object) -> None:  # every arm in turn
+    def choose(*given):  # every arm in turn
         drafter.bandit.chosen = next(turn) // 2 % len(drafter.arms)
         drafter.bandit._unsettled = 7  # another one may be chosen after any step
 
@@ -369,7 +365,7 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch: pytest.MonkeyPa
     assert max(step.accepted for step in steps if step.choice == "medusa") > 0
 
 
-def test_the_device_drafts_on_while_no_other_arm_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_drafts_on_while_no_other_arm_is_due(monkeypatch):
     """As for a method that always drafts there: but for the step after which another arm may be
     chosen, of which there is one in eight.
     """
@@ -379,7 +375,7 @@ def test_the_device_drafts_on_while_no_other_arm_is_due(monkeypatch: pytest.Monk
     medusa = list(drafter.arms).index("medusa")
     settle = drafter.bandit._settle
 
-    def choose() -> None:
+    def choose():
         settle()
         drafter.bandit._trial, drafter.bandit.chosen = 0, medusa
 

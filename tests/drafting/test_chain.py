@@ -58,7 +58,7 @@ def proposed(source: ChainSource, context: Context, wanted: int = 100) -> list[i
 
 
 @pytest.mark.parametrize(("temperature", "shared"), [(0.0, True), (0.8, True), (0.8, False)])
-def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bool) -> None:
+def test_a_small_model_drafts_what_it_would_write(temperature, shared):
     """With the same noise, or without any."""
     params = SamplingParams(temperature=temperature, min_p=0, penalty=1.3, window=5)
     prompt = random_prompt(300, 2)
@@ -72,11 +72,11 @@ def test_a_small_model_drafts_what_it_would_write(temperature: float, shared: bo
         assert context.text == prompt
         assert context.kv.length == held
     assert proposed(source, context, 3) == wanted[:3]  # no more than the tree takes
-    assert source.draft_model.kv.seen == len(prompt) + 2  # type: ignore[attr-defined]
+    assert source.draft_model.kv.seen == len(prompt) + 2
     assert proposed(source, context, 0) == []
 
 
-def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
+def test_a_chain_that_is_drafted_is_the_same_chain():
     prompt = random_prompt(90, 4)
     wanted = decode_method("ar", tiny_target(), prompt, PARAMS, 3, 9)
     inner = Drafter([ChainSource("small", own_level(), 2, Drafter(), True)], 2, 3)
@@ -89,7 +89,7 @@ def test_a_chain_that_is_drafted_is_the_same_chain() -> None:
         )
 
 
-def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> None:
+def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch):
     prompt = random_prompt(150, 5)
     level = own_level()
     passes = list[int]()
@@ -119,7 +119,7 @@ def test_a_model_keeps_up_with_a_text_that_goes_on_otherwise(monkeypatch) -> Non
         context.sampler.extend(kept)
 
 
-def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
+def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch):
     context = prefilled(random_prompt(20))
     level = own_level()
     calls = []
@@ -134,14 +134,14 @@ def test_nothing_to_draw_ends_the_chain_and_no_more(monkeypatch) -> None:
     assert len(context.text) == 20
 
 
-def test_a_cascade_leaves_no_trace() -> None:
+def test_a_cascade_leaves_no_trace():
     drafter = make_drafter(
         "cascade", tiny_target(), tiny_heads(kind="conditioned"), DraftOptions(budget=64)
     )
     context = prefilled(random_prompt(90, 4), drafter=drafter)
-    level, newest = drafter.sources[0].draft_model, context.sampler.newest.clone()  # type: ignore[attr-defined]
+    level, newest = drafter.sources[0].draft_model, context.sampler.newest.clone()
 
-    def held() -> tuple[object, ...]:
+    def held():
         return list(context.text), context.kv.length, level.kv.length, context.sampler.length
 
     before = held()
@@ -155,9 +155,7 @@ def test_a_cascade_leaves_no_trace() -> None:
     ("keys", "heads", "pays"),
     [(100, False, False), (20_000, False, True), (100, True, False), (20_000, True, True)],
 )
-def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(
-    keys: int, heads: bool, pays: bool
-) -> None:
+def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(keys, heads, pays):
     options = DraftOptions(budget=64, recall=0)
     drafter = make_drafter(
         "cascade", tiny_target(), tiny_heads() if heads else None, options, costs=NOMINAL
@@ -174,7 +172,7 @@ def test_a_cascade_has_no_prospect_where_its_passes_cost_as_much_as_the_texts(
         for kv in METHODS["magicdec"].kv
     ],
 )
-def test_the_target_over_its_own_cache(kv: str) -> None:
+def test_the_target_over_its_own_cache(kv):
     prompt = random_prompt(80, 6)
     options = DraftOptions(kv=kv, budget=64, gamma=5)
     drafter = make_drafter("magicdec", tiny_target(), None, options)
@@ -186,15 +184,13 @@ def test_the_target_over_its_own_cache(kv: str) -> None:
         return
     assert 0 < accepted < 75
     assert {step.source for step in steps} == {"", "self"}
-    cache = drafter.sources[0].draft_model.kv  # type: ignore[attr-defined]
+    cache = drafter.sources[0].draft_model.kv
     assert cache.selections >= 3 if POLICIES[kv].renews else cache.selections == 1
     assert cache.length <= cache.budget  # what was drafted is forgotten
 
 
 @pytest.mark.parametrize(("kv", "observed"), [("dynamic", 1), ("snapkv", 32)])
-def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(
-    kv: str, observed: int, monkeypatch
-) -> None:
+def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(kv, observed, monkeypatch):
     """Of committed tokens alone, in their order, though trees bring others:
     seen by plain passes over the text.
     """
@@ -203,7 +199,7 @@ def test_what_is_kept_is_chosen_by_the_newest_queries_of_the_text(
     given = []
     select = PartialKV.select
 
-    def seen(self, full, queries) -> None:
+    def seen(self, full, queries):
         given.append((full.length, queries))
         select(self, full, queries)
 

@@ -21,14 +21,14 @@ NEGATIVE = '{"nodes": [1, 2], "base": [1, -1], "per_key": [0, 0], "level": 0}'
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch) -> None:
+def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "_here", {})
     monkeypatch.setattr(costs, "_SECONDS", 0.1)
     monkeypatch.setattr(costs, "_REPEATS", (5, 30))
 
 
-def test_more_keys_cost_more() -> None:
+def test_more_keys_cost_more():
     found = measure(
         tiny_target("gqa", torch.float32), tiny_heads(torch.float32, kind="conditioned")
     )
@@ -39,7 +39,7 @@ def test_more_keys_cost_more() -> None:
     assert measure(tiny_target("gqa", torch.float32), None).level == 0
 
 
-def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
+def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch):
     taken = []
     own = HostStepper.step
 
@@ -56,12 +56,12 @@ def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch) -> None:
     assert {accepted for nodes, accepted in taken if nodes > 3} == {3}
 
 
-def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch) -> None:
+def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch):
     """LLaMA3.1-8b on an H200: up to some thousand keys its attention takes what launches and
     latency take, 8 us a layer, so that few keys say nothing of many.
     """
 
-    def gpu_s(nodes: int, keys: int) -> float:
+    def gpu_s(nodes, keys):
         return 4e-3 + 0.05e-3 * nodes + max(32 * 8e-6, keys * shape.bytes_per_token / 4.3e12)
 
     shape = SimpleNamespace(bytes_per_token=2 * 32 * 8 * 128 * 2)
@@ -80,7 +80,7 @@ def test_on_a_gpu_they_hold_for_texts_in_which_keys_take_the_time(monkeypatch) -
             assert found.seconds(nodes, keys) == pytest.approx(gpu_s(nodes, keys), rel=0.05)
 
 
-def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> None:
+def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch):
     target = tiny_target()
     busy = replace(NOMINAL, spread=1.4)
     monkeypatch.setattr(costs, "measure", lambda *given: busy)
@@ -95,11 +95,11 @@ def test_what_was_measured_beside_other_work_is_not_remembered(monkeypatch) -> N
 
 
 @pytest.mark.slow
-def test_busy_moments_are_seen(monkeypatch) -> None:
+def test_busy_moments_are_seen(monkeypatch):
     own = HostStepper.step
     count = 0
 
-    def slow(share: float):
+    def slow(share):
         def step(*given):
             nonlocal count
             count += 1
@@ -112,7 +112,7 @@ def test_busy_moments_are_seen(monkeypatch) -> None:
         assert measure(tiny_target("gqa", torch.float32), None).busy is busy
 
 
-def test_a_model_that_draws_nothing_has_some_costs() -> None:
+def test_a_model_that_draws_nothing_has_some_costs():
     target = tiny_target("gqa", torch.float32)
     weight = target.model.get_output_embeddings().weight
     kept = weight.clone()
@@ -122,7 +122,7 @@ def test_a_model_that_draws_nothing_has_some_costs() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_measured_is_remembered(monkeypatch) -> None:
+def test_what_was_measured_is_remembered(monkeypatch):
     monkeypatch.setattr(pass_costs, "STEADY", 1e9)
     target = tiny_target()
     heads = tiny_heads()
@@ -140,7 +140,7 @@ def test_what_was_measured_is_remembered(monkeypatch) -> None:
     assert len(calls) == 1
 
 
-def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
+def test_what_is_broken_is_measured_anew(monkeypatch):
     monkeypatch.setattr(pass_costs, "STEADY", 1e9)
     target = tiny_target()
     found = costs_of(target, None)
@@ -153,7 +153,7 @@ def test_what_is_broken_is_measured_anew(monkeypatch) -> None:
         assert read_json(file)["nodes"] == [*costs.NODES]
 
 
-def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert costs_of(tiny_target(), None).sound

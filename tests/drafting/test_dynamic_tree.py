@@ -37,7 +37,7 @@ OFFERS = st.lists(
 )
 
 
-def test_chances_multiply_and_the_highest_counts() -> None:
+def test_chances_multiply_and_the_highest_counts():
     sketch = CandidateTree(7, 3, AcceptanceEstimator())
     first = sketch.propose(0, 1, "a", "x", 0.5)
     second = sketch.propose(first, 2, "a", "y", 0.5)
@@ -52,7 +52,7 @@ def test_chances_multiply_and_the_highest_counts() -> None:
 
 
 @given(OFFERS, st.integers(1, 12))
-def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
+def test_the_likeliest_nodes_are_a_tree(offers, limit):
     sketch = CandidateTree(7, 4, AcceptanceEstimator())
     for node, token, source, chance in offers:
         sketch.propose(node % len(sketch), token, source, chance, chance)
@@ -72,7 +72,7 @@ def test_the_likeliest_nodes_are_a_tree(offers, limit: int) -> None:
     }
 
 
-def test_what_came_teaches_only_where_the_text_went() -> None:
+def test_what_came_teaches_only_where_the_text_went():
     acceptance = AcceptanceEstimator()
     for _ in range(200):
         sketch = CandidateTree(7, 3, acceptance)
@@ -92,7 +92,7 @@ def test_what_came_teaches_only_where_the_text_went() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=60), st.floats(0, 1))
-def test_a_chance_lies_between_the_guess_and_what_was_seen(seen: list[bool], guess: float) -> None:
+def test_a_chance_lies_between_the_guess_and_what_was_seen(seen, guess):
     acceptance = AcceptanceEstimator()
     for came_true in seen:
         acceptance.learn("kind", came_true)
@@ -107,16 +107,14 @@ COSTS = PassCosts((1, 8, 16), (1.0, 1.5, 4.0), (0.001, 0.001, 0.002), 0.2)
 
 
 @given(CHANCES, st.sampled_from([0, 300, 100_000]), st.floats(0, 10))
-def test_no_other_number_of_nodes_promises_more(
-    reach: list[float], keys: int, spent: float
-) -> None:
+def test_no_other_number_of_nodes_promises_more(reach, keys, spent):
     size = TreeBudget(COSTS).size(reach, keys, spent)
     rates = [sum(reach[:n]) / (spent + COSTS.seconds(n, keys)) for n in range(1, len(reach) + 1)]
     assert math.isclose(rates[size - 1], max(rates))
     assert TreeBudget(COSTS, every=True).size(reach, keys, spent) == len(reach)
 
 
-def test_worth_is_judged_by_the_rate_of_late() -> None:
+def test_worth_is_judged_by_the_rate_of_late():
     budget = TreeBudget(COSTS)
     assert budget.pays_off(0.001, 100)  # nothing is known yet
     assert [budget.size([1.0] + [0.06] * 7, keys, 0.0) for keys in (0, 100_000)] == [1, 8]
@@ -139,7 +137,7 @@ def budget_after(steps: int, seconds: float, timed: bool = True) -> TreeBudget:
     return budget
 
 
-def test_steps_that_take_longer_than_thought_make_smaller_trees() -> None:
+def test_steps_that_take_longer_than_thought_make_smaller_trees():
     assert budget_after(0, 0.0).size([1.0] * 16, 0, 0.5) == 16
     assert budget_after(5, 3.2).size([1.0] * 16, 0, 0.5) < 16
     assert budget_after(5, 3.2, timed=False).size([1.0] * 16, 0, 0.5) == 16
@@ -148,14 +146,14 @@ def test_steps_that_take_longer_than_thought_make_smaller_trees() -> None:
     assert paused.size([1.0] * 16, 0, 0.5) == 16
 
 
-def test_costs_between_and_beyond_the_known() -> None:
+def test_costs_between_and_beyond_the_known():
     assert [COSTS.seconds(1, 0), COSTS.seconds(8, 1000)] == [1, 2.5]
     assert COSTS.seconds(12, 1000) == pytest.approx((2.5 + 6) / 2)
     assert COSTS.seconds(24, 0) == pytest.approx(6.5)
     assert COSTS.node(0) == pytest.approx(2.5 / 8)
 
 
-def test_costs_of_nothing() -> None:
+def test_costs_of_nothing():
     sound = PassCosts((1, 8), (1.0, 2.0), (0.0, 0.0), 0.1)
     assert sound.sound
     for nodes in ((2, 8), (8, 1), (1, 8, 9)):
@@ -166,7 +164,7 @@ def test_costs_of_nothing() -> None:
     assert not PassCosts((1,), (1.0,), (0.0,), 0.1).sound
 
 
-def test_what_chains_save_at_best_is_by_what_their_nodes_cost() -> None:
+def test_what_chains_save_at_best_is_by_what_their_nodes_cost():
     costs = PassCosts((1, 2, 4), (1.0, 1.5, 1.5), (0.0, 0.5, 0.5), 0.2)
     assert costs.saved(0, 0.5) == pytest.approx(1 - 1.5 / 1.875)  # of four nodes
     assert costs.saved(0, 0.5, [2]) == 0  # half a token more for half a step more
@@ -191,7 +189,7 @@ def steps_of(
         method,
         tiny_target(),
         tiny_heads(kind="conditioned") if heads else None,
-        DraftOptions(**{"budget": 64, "costs": "nominal", **options}),  # type: ignore[arg-type]
+        DraftOptions(**{"budget": 64, "costs": "nominal", **options}),
         tiny_draft(),
         draft_costs=costs,
     )
@@ -210,7 +208,7 @@ def steps_of(
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_cascades_change_no_token(kv: str, gamma: int, nodes: int, shared: bool, seed: int) -> None:
+def test_cascades_change_no_token(kv, gamma, nodes, shared, seed):
     steps_of(
         "cascade",
         random_prompt(70, seed),
@@ -223,7 +221,7 @@ def test_cascades_change_no_token(kv: str, gamma: int, nodes: int, shared: bool,
     )
 
 
-def test_a_cascade_over_everything_drafts_what_will_be_drawn() -> None:
+def test_a_cascade_over_everything_drafts_what_will_be_drawn():
     # it goes on as long as that pays, which with these random heads is not long; and all of its
     # chain is accepted
     chains = [
@@ -236,9 +234,7 @@ def test_a_cascade_over_everything_drafts_what_will_be_drawn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [True, False])
-def test_a_cascade_decodes_more_where_its_passes_cost_less(
-    heads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cascade_decodes_more_where_its_passes_cost_less(heads, monkeypatch):
     """The tree that it is verified in costs what it did."""
     passes = list[int]()
     found = []
@@ -260,14 +256,14 @@ def test_a_cascade_decodes_more_where_its_passes_cost_less(
 
 
 @pytest.mark.parametrize("method", ["medusa", "tokenswift", "cascade"])
-def test_no_more_is_drafted_than_is_wanted(method: str) -> None:
+def test_no_more_is_drafted_than_is_wanted(method):
     options = {} if method == "cascade" else {"tree": "auto"}
     for length in (1, 2, 3):
         steps_of(method, random_prompt(70, 1), 1, length, **options)
 
 
 @pytest.mark.slow
-def test_drafting_learns() -> None:
+def test_drafting_learns():
     """A draft that is always right is trusted, so that trees grow;
     one that is never right is given up.
     """

@@ -53,8 +53,8 @@ def from_states(widths, shared_noise: bool) -> HeadSource:
     heads = SimpleNamespace(
         conditioned=False, pre_norm=False, levels=levels, draft_head=lambda target: whole
     )
-    source = HeadSource(tiny_target(), heads, None, widths, shared_noise)  # type: ignore[arg-type]
-    source.read = lambda context: (Forwarded(states, []), 0)  # type: ignore[method-assign]
+    source = HeadSource(tiny_target(), heads, None, widths, shared_noise)
+    source.read = lambda context: (Forwarded(states, []), 0)
     return source
 
 
@@ -67,8 +67,8 @@ def proposed(source: HeadSource, context: Context, limit: int = 128) -> DraftTre
 
 @pytest.mark.parametrize("shared_noise", [True, False])
 def test_every_level_holds_its_best_candidates_and_all_their_combinations(
-    shared_noise: bool,
-) -> None:
+    shared_noise,
+):
     params = SamplingParams(temperature=0.8, min_p=0, penalty=1.3, window=4)
     text = random_prompt(9)
     widths = (2, 3, 1)
@@ -86,7 +86,7 @@ def test_every_level_holds_its_best_candidates_and_all_their_combinations(
     assert all(tree.tokens[node] in best[tree.depths[node] - 1] for node in range(1, len(tree)))
 
 
-def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
+def test_a_limited_tree_takes_the_likely_combinations_first():
     tree = proposed(from_states((3, 3, 3), False), context_of([1], PLAIN), 4)
     assert tree.tokens[1:] == tiny_target().logits(random_states(3)).argmax(-1).tolist()
     assert tree.depths == [0, 1, 2, 3]
@@ -94,7 +94,7 @@ def test_a_limited_tree_takes_the_likely_combinations_first() -> None:
     assert [parent for parent, _, _ in from_states((2, 2, 2), False).nodes[:5]] == [0, 1, 2, 0, 4]
 
 
-def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
+def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are():
     few = SamplingParams(top_k=2, min_p=0, penalty=1)
     assert len(proposed(from_states((3, 3), True), context_of([1], few))) == 1 + 2 + 4
     tree = proposed(from_states((VOCAB + 30, 2), False), context_of([1], PLAIN), 999)
@@ -108,8 +108,8 @@ def test_dropped_tokens_are_not_drafted_and_no_more_than_there_are() -> None:
 
 @pytest.mark.parametrize("limit", [3, 5, 128])
 def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_candidate_before(
-    limit: int,
-) -> None:
+    limit,
+):
     target = tiny_target()
     heads = tiny_heads(kind="conditioned")
     context = context_of([7, 8, 9], PLAIN)
@@ -144,7 +144,7 @@ def test_conditioned_heads_start_where_the_root_was_drawn_and_are_told_the_best_
     assert len(tree) == min(limit, 1 + 3 + 3)
 
 
-def test_levels_that_did_not_pay_of_late_are_left_out_but_for_now_and_then() -> None:
+def test_levels_that_did_not_pay_of_late_are_left_out_but_for_now_and_then():
     target = tiny_target()
     heads = tiny_heads(kind="conditioned")
     context = context_of([7], PLAIN)
@@ -171,7 +171,7 @@ def test_levels_that_did_not_pay_of_late_are_left_out_but_for_now_and_then() -> 
 
 
 @pytest.mark.parametrize("budget", [64, 4096])
-def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) -> None:
+def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget):
     """While the partial cache holds everything, the first level guesses every draw:
     at most a step per two tokens.
     """
@@ -186,9 +186,7 @@ def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget: int) ->
 
 @pytest.mark.parametrize("kind", first(1, [*HEAD_TYPES]))
 @pytest.mark.parametrize("method", first(1, ["medusa", "tokenswift"]))
-def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(
-    kind: str, method: str
-) -> None:
+def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(kind, method):
     target = tiny_target()
     params = SamplingParams(min_p=0, penalty=1.1)
     prompt = random_prompt(10)
@@ -200,14 +198,14 @@ def test_only_tokens_of_the_draft_vocabulary_are_drafted_and_none_is_lost(
     drafted: set[int] = set()
     propose = drafter.propose
 
-    def watched(context: Context, most: int) -> DraftTree:
+    def watched(context, most):
         tree = propose(context, most)
         drafted.update(
             tree.tokens[node] for node in range(1, len(tree)) if tree.sources[node] == "heads"
         )
         return tree
 
-    drafter.propose = watched  # type: ignore[method-assign]
+    drafter.propose = watched
     assert decode(target, drafter, prompt, params, 6, 200) == wanted
     ids = set(heads.draft_ids.tolist())
     assert drafted <= ids

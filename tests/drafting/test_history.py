@@ -48,11 +48,11 @@ pytestmark = needs_program
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
     """Of a model whose hidden states are its logits."""
     model = SimpleNamespace(device=CPU, vocab_size=vocab, logits=lambda hidden: hidden)
-    return LogitHistory(model, noise, kept)  # type: ignore[arg-type]
+    return LogitHistory(model, noise, kept)
 
 
 @pytest.mark.parametrize(("vocab", "bytes_of_one"), [(2048, 4 * 64 + 4), (70_000, 6 * 64 + 4)])
-def test_a_text_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
+def test_a_text_takes_what_is_said(vocab, bytes_of_one):
     recall = history(vocab)
     context = context_of([0], PLAIN, vocab=vocab)
     for _ in range(32):
@@ -65,7 +65,7 @@ def test_a_text_takes_what_is_said(vocab: int, bytes_of_one: int) -> None:
     assert held == LogitHistory.bytes_for(2048, vocab, 64)
 
 
-def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch) -> None:
+def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch):
     target = tiny_target()
     assert resolve("recall", target, None, DraftOptions()).recall == 64
     monkeypatch.setattr(methods, "unbuilt", lambda: "no cc")
@@ -114,7 +114,7 @@ def recalled(
     return recall, context.sampler
 
 
-def test_repeats_of_late_are_counted_and_logits_kept_where_they_pay() -> None:
+def test_repeats_of_late_are_counted_and_logits_kept_where_they_pay():
     new = torch.randint(VOCAB, (200,), generator=seeded(4)).tolist()
     texts = {"new": new, "a loop": [*new, *[1, 2, 3, 4, 5, 6] * 9]}
     shares, kept = {}, {}
@@ -177,7 +177,7 @@ def expected(
 
 def check_guesses(
     text, logits, pieces, paths, params, *, noise: bool = True, kept: int = VOCAB, clean=None
-) -> None:
+):
     recall, sampler = recalled(text, logits, pieces, params, noise=noise, kept=kept)
     if sampler.counting:
         sampler.counts.copy_(torch.arange(VOCAB) % 4)
@@ -203,7 +203,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_guesses_are_those_of_all_that_was_thought(rule: str) -> None:
+def test_guesses_are_those_of_all_that_was_thought(rule):
     pieces, paths = (
         [21, 1, 3, 40, *[2] * 27, 1],
         [[], [2], [4, 4, 1], [2, 0], *[[each % 5] for each in range(8)]],
@@ -223,14 +223,14 @@ token = st.integers(0, 3)
 )
 def test_any_text_in_any_pieces_is_recalled_by_its_longest_and_then_latest_matches(
     text, pieces, paths, kept, seed
-) -> None:
+):
     """Which a mean of four distributions tells, each with its own weight."""
     cut = next(count for count in range(1, 151) if sum(pieces[:count]) >= len(text))
     pieces = [*pieces[: cut - 1], len(text) - sum(pieces[: cut - 1])]
     check_guesses(text, thoughts(len(text), seed), pieces, paths, PLAIN, noise=False, kept=kept)
 
 
-def test_banned_tokens_and_impossible_ones_are_not_guessed() -> None:
+def test_banned_tokens_and_impossible_ones_are_not_guessed():
     text = words(60)
     logits = thoughts(60)
     clean = logits.clone()
@@ -245,7 +245,7 @@ def test_banned_tokens_and_impossible_ones_are_not_guessed() -> None:
     assert recall.guess([[text[-1]]], 1)[0].tokens == [11]
 
 
-def test_of_many_matches_the_latest_are_looked_at_also_where_tables_grew() -> None:
+def test_of_many_matches_the_latest_are_looked_at_also_where_tables_grew():
     text = [1, 2, 3] * 500 + [7, 2, 3] + [9, 2, 3] * 100
     logits = thoughts(len(text))
     recall, _ = recalled(text, logits, [900, *[12] * 75, 3], PLAIN, reach=16)
@@ -260,7 +260,7 @@ def test_of_many_matches_the_latest_are_looked_at_also_where_tables_grew() -> No
     )
 
 
-def test_what_nobody_recorded_is_known_by_the_token_that_came() -> None:
+def test_what_nobody_recorded_is_known_by_the_token_that_came():
     text = words(40)
     recall = history(VOCAB)
     context = context_of(text[:5], PLAIN)
@@ -275,7 +275,7 @@ def test_what_nobody_recorded_is_known_by_the_token_that_came() -> None:
     assert recall._tables["ids"][37:39, 0].tolist() == context.logits.argmax(-1).tolist()
 
 
-def test_a_large_vocabulary_and_nothing_where_nothing_was() -> None:
+def test_a_large_vocabulary_and_nothing_where_nothing_was():
     logits = thoughts(9, vocab=70_000)
     recall, _ = recalled(
         [1, 2] * 4 + [1], logits, [9], SamplingParams(temperature=0.0, penalty=1.0), kept=64
@@ -291,7 +291,7 @@ NONE = Candidates([], [], 0, -1)
 class Known:
     """Says what it was told, and remembers what it was asked."""
 
-    def __init__(self, guesses: dict[tuple[int, ...], Candidates], length: int) -> None:
+    def __init__(self, guesses: dict[tuple[int, ...], Candidates], length: int):
         self.guesses = guesses
         self.asked = list[tuple[int, ...]]()
         self.length = length
@@ -312,14 +312,14 @@ def sketched(guesses, least: float, *, text=(9, 1), depth: int = 20, before=(), 
     for path in before:
         sketch.add(path, "heads")
     budget = TreeBudget()
-    budget.pays_off = lambda tokens, seconds: tokens >= 0.4 * least  # type: ignore[method-assign]
-    source, context = HistorySource(known, budget, limit), context_of(list(text), PLAIN)  # type: ignore[arg-type]
+    budget.pays_off = lambda tokens, seconds: tokens >= 0.4 * least
+    source, context = HistorySource(known, budget, limit), context_of(list(text), PLAIN)
     source.propose(sketch, context)
     assert source.draft_seconds(NOMINAL, context) == pytest.approx(1e-4 * len(known.asked))
     return sketch, known
 
 
-def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
+def test_guesses_go_below_guesses_as_long_as_they_pay():
     guesses = {
         (1,): Candidates([2, 3], [5.0, 4.9], 3, 0),
         (1, 2): Candidates([4], [1.0], 1, 0),
@@ -343,7 +343,7 @@ def test_guesses_go_below_guesses_as_long_as_they_pay() -> None:
     assert (1, 2, 4) not in known.asked
 
 
-def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
+def test_what_others_offered_is_guessed_below_and_agreement_counts():
     before = [[2, 7], [3]]
     guesses = {(1,): Candidates([2, 4], [5.0, 4.0], 3, 0)}
     (both, known), (plain, _), (alone, _) = (
@@ -352,7 +352,7 @@ def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
     )
     assert set(known.asked) >= {(1,), (1, 2), (1, 3), (1, 2, 7)}
 
-    def chance(sketch: CandidateTree, token: int) -> float:
+    def chance(sketch, token):
         return sketch.path_prob[sketch.children[0][token]]
 
     assert chance(both, 2) > chance(plain, 2)
@@ -360,7 +360,7 @@ def test_what_others_offered_is_guessed_below_and_agreement_counts() -> None:
     assert chance(both, 4) < chance(alone, 4)
 
 
-def test_a_long_match_is_followed_many_tokens_at_once() -> None:
+def test_a_long_match_is_followed_many_tokens_at_once():
     text = [0, *range(20, 60), 1]
     guesses = {(1,): Candidates([20], [3.0], 12, 0)}
     for end in range(20, 45):
@@ -378,7 +378,7 @@ def test_a_long_match_is_followed_many_tokens_at_once() -> None:
         assert max(sketched(guesses, 0.0, text=text, depth=depth)[0].depths) == depth
 
 
-def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding() -> None:
+def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding():
     target = tiny_target()
     params = SamplingParams(min_p=0.02, penalty=1.2, window=40)
     prompt = [3, 1, 4, 1, 5]
@@ -399,13 +399,13 @@ def test_a_text_that_stopped_and_goes_on_is_that_of_plain_decoding() -> None:
 class Counted:
     """What an n-gram table is to be, by sorting everything all the time."""
 
-    def __init__(self, k: int, most: int = 1 << 18) -> None:
+    def __init__(self, k: int, most: int = 1 << 18):
         self.k = k
         self.most = most
         self.now = 0
         self.counts: dict[tuple[int, ...], tuple[int, int]] = {}  # how often, and when last
 
-    def count(self, gram: tuple[int, ...]) -> None:
+    def count(self, gram: tuple[int, ...]):
         self.now += 1
         self.counts[gram] = (self.counts.get(gram, (0, 0))[0] + 1, self.now)
         if len(self.counts) > self.most:
@@ -413,7 +413,7 @@ class Counted:
                 sorted(self.counts.items(), key=lambda item: item[1])[-(self.most // 2) :]
             )
 
-    def check(self, table: NgramTable) -> None:
+    def check(self, table: NgramTable):
         assert len(table) == len(self.counts) <= self.most
         for first in range(4):
             ranked = sorted(
@@ -427,9 +427,7 @@ texts = st.lists(token, min_size=60, max_size=200)  # else they would be of five
 
 
 @given(texts, st.integers(2, 4), st.integers(1, 8), st.integers(2, 40) | st.just(1 << 18))
-def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(
-    text, n: int, k: int, most: int
-) -> None:
+def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(text, n, k, most):
     table = NgramTable(n, k, most)
     wanted = Counted(k, most)
     for start in range(len(text) - n + 1):
@@ -445,9 +443,7 @@ def test_the_k_most_frequent_are_at_hand_and_a_full_table_forgets_the_rarest(
     st.booleans(),
     st.booleans(),
 )
-def test_only_what_left_the_penalty_window_is_counted(
-    text, pieces, window, recent, penalises
-) -> None:
+def test_only_what_left_the_penalty_window_is_counted(text, pieces, window, recent, penalises):
     """Counting as the text grows, in any pieces, equals counting at once."""
     table = NgramTable(4, 5)
     context = context_of([], SamplingParams(penalty=1.3 if penalises else 1.0, window=window))
@@ -463,7 +459,7 @@ def test_only_what_left_the_penalty_window_is_counted(
         wanted.check(table)
 
 
-def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
+def test_continuations_hang_below_the_nodes_of_the_chosen_depth():
     context = context_of([1, 2, 3, 0, 1, 3, 3, 0, 1], PLAIN)
     for below, expected in (
         (0, {(2, 3, 0), (3, 3, 0)}),
@@ -481,7 +477,7 @@ def test_continuations_hang_below_the_nodes_of_the_chosen_depth() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "kept"), [(70_000, 64), (VOCAB, 200), (300, 64)])
-def test_what_a_device_digests_is_what_is_kept_of_whole_rows(vocab: int, kept: int) -> None:
+def test_what_a_device_digests_is_what_is_kept_of_whole_rows(vocab, kept):
     params = SamplingParams(banned=(3, 9), logit_bias={5: 4.0, 11: -2.0})
     rows = thoughts(7, vocab=vocab).float()
     rows[1, 20:] = -math.inf

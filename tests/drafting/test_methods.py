@@ -39,26 +39,26 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
 
 
-def test_every_cache_policy_can_be_named() -> None:
+def test_every_cache_policy_can_be_named():
     """But for what a method reads by itself."""
     assert {*POLICIES} - {"retrieval"} == {*KV} - {FULL}
 
 
-def test_ngrams_are_looked_for_where_heads_leave_room() -> None:
+def test_ngrams_are_looked_for_where_heads_leave_room():
     for nodes, sources in ((8, ["HeadSource"]), (10, ["HeadSource", "ReuseSource"])):
         options = DraftOptions(tree=(1, 2, 2, 2), nodes=nodes)
         drafter = make_drafter("tokenswift", tiny_target(), tiny_heads(), options)
         assert [type(source).__name__ for source in drafter.sources] == sources
     for typed in ({"ngrams": 5}, {"reuse_recent": True}):
-        options = DraftOptions(tree=(1, 2, 2, 2), nodes=8, **typed)  # type: ignore[arg-type]
+        options = DraftOptions(tree=(1, 2, 2, 2), nodes=8, **typed)
         with refused(f"^{next(iter(typed))}: not used by tokenswift in a"):
             resolve("tokenswift", tiny_target(), tiny_heads(), options)
         resolve("tokenswift", tiny_target(), tiny_heads(), replace(options, nodes=9))
     cuda = SimpleNamespace(**{**vars(tiny_target()), "device": CUDA})
-    assert not _filled(cuda, (1, 2, 2, 2), 8)  # type: ignore[arg-type]
+    assert not _filled(cuda, (1, 2, 2, 2), 8)
 
 
-def test_options_that_are_not_looked_at() -> None:
+def test_options_that_are_not_looked_at():
     full = DraftOptions(kv="full")
     assert used(find_method("tokenswift"), full) == used(
         find_method("tokenswift"), DraftOptions()
@@ -116,17 +116,17 @@ def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | Non
         ("magicdec", {"sinks": 1025}, r"sinks: must be at most a quarter of budget 4096, got 1025"),
     ],
 )
-def test_what_a_method_cannot_do(method: str, options, message: str) -> None:
+def test_what_a_method_cannot_do(method, options, message):
     with refused(message):
         resolve(method, model(most_nodes=16), 3, DraftOptions(**options))
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("method", ["medusa", "tokenswift"])
-def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: torch.device) -> None:
+def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method, device):
     """However deep the usual tree is."""
 
-    def gamma(heads: int, tree: str | None, asked: int) -> int | None:
+    def gamma(heads, tree, asked):
         return resolve(method, model(device), heads, DraftOptions(gamma=asked, tree=tree)).gamma
 
     for heads in (2, 7):
@@ -137,7 +137,7 @@ def test_a_tree_that_pays_is_as_deep_as_the_heads_go(method: str, device: torch.
         gamma(7, None, 7)
 
 
-def test_nodes_fill_the_rows_of_a_kv_head() -> None:
+def test_nodes_fill_the_rows_of_a_kv_head():
     assert [usual_nodes(CUDA, groups) for groups in (MHA, LLAMA, QWEN_7B, 64)] == [128, 32, 18, 8]
     assert usual_nodes(CPU, LLAMA) == usual_nodes(CPU, QWEN_7B) == 8
     asked = ((LLAMA, None), (MHA, None), (LLAMA, 128))
@@ -165,13 +165,13 @@ def levels_of(drafter: Drafter) -> Iterator[DraftModel]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_room_for_what_is_forwarded_over_a_partial_cache(method: str) -> None:
+def test_room_for_what_is_forwarded_over_a_partial_cache(method):
     for options in (
         {"budget": 64},
         {"budget": 64, "gamma": 2, "inner_gamma": 5},
         {"gamma": 2, "tree": "auto"},
     ):
-        resolved = resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options))  # type: ignore[arg-type]
+        resolved = resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options))
         levels = [*levels_of(made(method, **options))]
         partial, small = (
             sum(level.kv.capacity for level in levels if isinstance(level, kind))
@@ -188,7 +188,7 @@ def copy_of(target: Target, how) -> Target:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_drafting_passes_run_on_a_copy_and_others_do_not(method: str) -> None:
+def test_drafting_passes_run_on_a_copy_and_others_do_not(method):
     target = tiny_target()
     copied = copy_of(tiny_target(), garbage)
     options = DraftOptions(budget=64)
@@ -216,9 +216,7 @@ DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.drafts_itsel
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [rounded, garbage, broken])
 @pytest.mark.parametrize("method", DRAFTS_ITSELF)
-def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(
-    method: str, how, monkeypatch
-) -> None:
+def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(method, how, monkeypatch):
     target = tiny_target()
     prompt = random_prompt(80, 6)
     params = SamplingParams(min_p=0.02)
@@ -261,7 +259,7 @@ def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(
         ("triforce", {}, 6),
     ],
 )
-def test_depth_and_limit(method: str, options, depth: int) -> None:
+def test_depth_and_limit(method, options, depth):
     drafter = made(method, **options)
     chain = method in ("ar", "magicdec", "standalone", "triforce")
     assert (drafter.depth, drafter.limit) == (
@@ -270,7 +268,7 @@ def test_depth_and_limit(method: str, options, depth: int) -> None:
     )
 
 
-def test_trees_that_pay() -> None:
+def test_trees_that_pay():
     for method in ("medusa", "tokenswift"):
         assert made(method, tree="auto").budget.costs is NOMINAL
         assert (

@@ -64,7 +64,7 @@ def method_of(layout: str) -> str:
 
 
 def options_of(**options: object) -> DraftOptions:
-    return DraftOptions(**{"budget": 64, "sinks": 4, "costs": "nominal", **options})  # type: ignore[arg-type]
+    return DraftOptions(**{"budget": 64, "sinks": 4, "costs": "nominal", **options})
 
 
 def drafter_of(layout: str, target: Target, tree: str = "alone") -> Drafter:
@@ -82,7 +82,7 @@ TWICE = [*zip(LAYOUTS * 2, [*TREES] * 3, strict=False)]
 
 
 @pytest.mark.parametrize(("layout", "tree"), first(2, TWICE))
-def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
+def test_the_text_is_plain_decodings(layout, tree):
     target = drafted(layout)
     params = PENALISED if tree in ("alone", "chain") else SAMPLED
     drafter: Any = drafter_of(layout, target, tree)
@@ -98,13 +98,13 @@ def test_the_text_is_plain_decodings(layout: str, tree: str) -> None:
     assert source._first + len(source._new) == len(PROMPT) + 40 - 1
 
 
-def test_a_host_counts_the_seconds_of_the_last_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_counts_the_seconds_of_the_last_round(monkeypatch):
     target = drafted("eagle-safeai")
     drafter: Any = drafter_of("eagle-safeai", target, "chain")
     source = drafter.sources[0]
     computed = source._round
 
-    def slowly() -> torch.Tensor:
+    def slowly():
         time.sleep(0.02)
         return computed()
 
@@ -116,7 +116,7 @@ def test_a_host_counts_the_seconds_of_the_last_round(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("layout", first(1, KINDS))
-def test_any_prompt_and_what_was_written_before(layout: str) -> None:
+def test_any_prompt_and_what_was_written_before(layout):
     target = drafted(layout)
     whole = plain(SAMPLED)
     rest = Decoding(
@@ -133,7 +133,7 @@ def test_any_prompt_and_what_was_written_before(layout: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "how"), first(1, [*zip(KINDS, ("nan", "zeros", "huge"), strict=True)])
 )
-def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path) -> None:
+def test_drafters_that_lie_change_nothing(layout, how, tmp_path):
     target = find_drafter(drafter_folder(tmp_path, layout)).load(target_of()).target
     for weight in target.speculator.parameters():
         weight.data = {"zeros": weight * 0, "nan": weight * torch.nan, "huge": weight * 1e200}[how]
@@ -157,9 +157,7 @@ def test_drafters_that_lie_change_nothing(layout: str, how: str, tmp_path: Path)
         ],
     ),
 )
-def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
-    layout: str, params
-) -> None:
+def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(layout, params):
     """Paths of any length are accepted, on the best branches and beside them;
     the window is smaller than the text.
     """
@@ -173,7 +171,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
     checked = []
     propose = source.propose
 
-    def seen(tree, context) -> None:  # type: ignore[no-untyped-def]
+    def seen(tree, context):
         propose(tree, context)
         if len(context.text) % 3:
             return
@@ -213,7 +211,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(
     assert min(checked.count(1), checked.count(2)) > 12
 
 
-def _any_path(tree, random: Random) -> list[int]:  # type: ignore[no-untyped-def]
+def _any_path(tree, random: Random) -> list[int]:
     path = [0]
     while below := [node for node in range(1, len(tree)) if tree.parents[node] == path[-1]]:
         if random.random() < 0.3:
@@ -222,7 +220,7 @@ def _any_path(tree, random: Random) -> list[int]:  # type: ignore[no-untyped-def
     return path
 
 
-def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
+def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path):
     target = target_of()
     for method, options, message in (
         (
@@ -252,7 +250,7 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", KINDS[:3])
-def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_a_graph(layout, tmp_path, monkeypatch):
     """Captures are emulated on the CPU: what would wait for the device within a round is refused
     there.
     """
@@ -271,7 +269,7 @@ def test_a_round_is_a_graph(layout: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("layout", KINDS[1:])
-def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
+def test_auto_takes_it_as_one_of_its_arms(layout):
     # fewer than others bring meanwhile
     drafter: Any = make_drafter("auto", drafted(layout), None, options_of(nodes=6))
     steps = decode_steps(drafted(layout), drafter, PROMPT, SAMPLED, 3, 40)
@@ -283,9 +281,7 @@ def test_auto_takes_it_as_one_of_its_arms(layout: str) -> None:
 
 
 @pytest.mark.parametrize("distrusted", [False, True])
-def test_a_round_is_not_captured_where_passes_are_not_replayed(
-    distrusted: bool, monkeypatch, tmp_path: Path
-) -> None:
+def test_a_round_is_not_captured_where_passes_are_not_replayed(distrusted, monkeypatch, tmp_path):
     """The attention has no static passes, or steps on the device were found to differ."""
     target = Target(deepcopy(qwen3()), capture.StaticAttention if distrusted else TreeAttention)
     target.fallbacks.note("steps", "another text" if distrusted else None)
@@ -300,7 +296,7 @@ def test_a_round_is_not_captured_where_passes_are_not_replayed(
 
 
 @pytest.mark.parametrize("params", first(1, [SAMPLED, PENALISED]))
-def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Path) -> None:
+def test_a_perfect_drafter_is_always_right(params, tmp_path):
     """A target that looks at its last token only,
     and a DSpark whose bias is that target's LM head.
     """
@@ -343,7 +339,7 @@ def test_a_perfect_drafter_is_always_right(params: SamplingParams, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_exact_passes_give_taps_too() -> None:
+def test_exact_passes_give_taps_too():
     target = Target(deepcopy(qwen3(torch.bfloat16)), BatchInvariantAttention)
     with TemporaryDirectory() as folder:
         find_drafter(drafter_folder(Path(folder), "dspark")).load(target, any_model=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import warnings
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,9 +57,7 @@ NOTHING = AttentionSpec()
         ),
     ],
 )
-def test_refuses_what_it_would_compute_wrongly(
-    checkpoint: Path, tmp_path: Path, changes: dict[str, object], match: str
-) -> None:
+def test_refuses_what_it_would_compute_wrongly(checkpoint, tmp_path, changes, match):
     refuse(changed(checkpoint, tmp_path / "m", **changes), match)
 
 
@@ -72,9 +69,7 @@ def test_refuses_what_it_would_compute_wrongly(
         ("lm_head.weight", 60_000.0, "float16", "lm_head"),
     ],
 )
-def test_a_model_that_gives_no_numbers(
-    checkpoint: Path, tmp_path: Path, name: str, value: float, dtype: str, place: str
-) -> None:
+def test_a_model_that_gives_no_numbers(checkpoint, tmp_path, name, value, dtype, place):
     model = changed(checkpoint, tmp_path / "m")
     weights = load_file(tmp_path / "m" / "model.safetensors")
     weights[name][3] = value
@@ -86,7 +81,7 @@ def test_a_model_that_gives_no_numbers(
     refuse(model, f"gives logits that are NaN or infinite; {reason} for it$", dtype=dtype)
 
 
-def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monkeypatch) -> None:
+def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path, monkeypatch):
     architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
     load(str(tmp_path))
     right = Target.forward
@@ -105,7 +100,7 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path: Path, monk
         refuse(str(tmp_path), "is not served exactly: logits differ", "model")
 
 
-def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path: Path, monkeypatch) -> None:
+def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path, monkeypatch):
     architectures.checkpoint(architectures.ARCHITECTURES["Llama, GQA"], tmp_path)
     right = Target.logits
     monkeypatch.setattr(Target, "logits", lambda self, hidden: right(self, hidden) + 1.0)
@@ -123,9 +118,7 @@ def test_logits_are_compared_but_for_what_a_row_has_in_common(tmp_path: Path, mo
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("lies", [False, True])
-def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
-    monkeypatch: pytest.MonkeyPatch, lies: bool
-) -> None:
+def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(monkeypatch, lies):
     from tswift.attention.triton import TritonAttention
 
     class Lying(TritonAttention):
@@ -158,7 +151,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(
         prefill(target, list(range(60)), FullKV(target.kv_shape, 60))
 
 
-def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch):
     model = load(device="cpu", dtype="bfloat16")
     model.target.fallbacks.note("features", "a fault")
     copied = _with_copy(model, "int4", if_quicker=False)
@@ -173,7 +166,7 @@ def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @needs_program
-def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_lies_in_one_element_is_not_used(monkeypatch):
     right = NativeAttention.__call__
 
     def lying(self, query, keys, values, scale):
@@ -198,7 +191,7 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_many_layers_round_is_no_fault(monkeypatch):
     """A pass over 48 layers of random weights in bfloat16 and one in float32:
     as far apart as wide models' are.
     """
@@ -235,7 +228,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, (1, 1)),
     ],
 )
-def test_heads_by_the_configuration(config: dict[str, object], heads: tuple[int, int]) -> None:
+def test_heads_by_the_configuration(config, heads):
     text = SimpleNamespace(**config)
     assert heads_of(SimpleNamespace(get_text_config=lambda: text))[:2] == heads
 
@@ -250,8 +243,8 @@ def told(target: Target) -> list[str]:
 
 
 @needs_triton
-def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch) -> None:
-    def broken(*given: object) -> None:
+def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch):
+    def broken(*given):
         raise RuntimeError("no kernel image is available\nand more")
 
     monkeypatch.setattr(adapting, "try_kernels", broken)
@@ -273,7 +266,7 @@ def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(mon
 
 
 @pytest.mark.parametrize("name", ["Llama, GQA", "Command R (Cohere)"])
-def test_what_is_as_fast_as_it_can_be_is_not_warned_of(recwarn, tmp_path: Path, name: str) -> None:
+def test_what_is_as_fast_as_it_can_be_is_not_warned_of(recwarn, tmp_path, name):
     """Cohere's layers have no program; a CPU has no CUDA."""
     architectures.checkpoint(ARCHITECTURES[name], tmp_path)
     load(str(tmp_path), device="cpu")
@@ -281,7 +274,7 @@ def test_what_is_as_fast_as_it_can_be_is_not_warned_of(recwarn, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("why", ["fails", "why_not"])
-def test_an_attention_that_fails_on_cuda_is_told_with_what_that_costs(monkeypatch, why) -> None:
+def test_an_attention_that_fails_on_cuda_is_told_with_what_that_costs(monkeypatch, why):
     cuda = torch.device("cuda")
     reason = "triton attention failed its numerical check"
     monkeypatch.setattr(adapting, "fails", lambda *given: reason if why == "fails" else None)

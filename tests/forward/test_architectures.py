@@ -4,7 +4,6 @@ in a run gone on with, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Ministral3Config, P
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES
 from tests.forward.test_program import KINDS, network
-from tests.helpers import needs_program, options_for
+from tests.helpers import needs_program, options_for, tokens_of
 from tswift.decoding.audit import audit
 from tswift.engine import generate
 from tswift.forward.adapting import wrap_model
@@ -23,7 +22,7 @@ from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram, may_serve
 from tswift.forward.notes import PROGRAM, execution_note
 from tswift.loading import packing as coded
-from tswift.loading.model import LoadedModel, adopt, load
+from tswift.loading.model import adopt, load
 from tswift.models.architecture import skeleton
 from tswift.sampling.parameters import SamplingParams
 
@@ -37,7 +36,7 @@ FIELDS = {"nodes": 12, "budget": 128, "sinks": 4}
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(coded, "cache_folder", lambda: tmp_path)
 
 
@@ -59,9 +58,7 @@ def checkpoint_of(folder: Path, kind: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int4"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_all_methods_give_the_tokens_of_plain_decoding(
-    kind: str, weights: str | None, tmp_path: Path
-) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(kind, weights, tmp_path):
     """In a run that is gone on with in another process, too;
     and the audit finds each drawn exactly, or altered.
     """
@@ -73,12 +70,12 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     prompt = model.encode(SENTENCES[0])
     length = LENGTHS[weights]
 
-    def text(model: LoadedModel, method: str, written: Sequence[int] = ()) -> list[int]:
+    def text(model, method, written=()):
         options = options_for(method, **FIELDS)
         steps = generate(
             model, prompt, length, method=method, options=options, params=params, written=written
         )
-        return [*written, *(token for step in steps for token in step.tokens)]
+        return [*written, *tokens_of(steps)]
 
     wanted = text(model, "ar")
     assert len({*wanted}) > 20
@@ -96,7 +93,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     assert not audit(model.target, prompt, altered, params, 0).ok
 
 
-def test_what_depends_on_the_place_in_a_text_is_not_taken_for_what_does_not() -> None:
+def test_what_depends_on_the_place_in_a_text_is_not_taken_for_what_does_not():
     """Ministral 3 scales queries, but only far into a text: no short text shows it."""
     rope = {
         "rope_type": "yarn",
@@ -150,12 +147,12 @@ def with_heads_normed_without_weights(made: PreTrainedModel) -> PreTrainedModel:
         (with_heads_normed_without_weights, "RMSNorm has no program"),
     ],
 )
-def test_what_has_other_parts_is_told(change, why: str) -> None:
+def test_what_has_other_parts_is_told(change, why):
     with pytest.raises(Unfit, match=why):
         PassProgram(change(network()).requires_grad_(False))
 
 
-def test_other_layers_are_told() -> None:
+def test_other_layers_are_told():
     """Cohere's attention and MLP stand side by side."""
     config = CohereConfig(
         vocab_size=97,

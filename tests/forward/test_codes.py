@@ -31,6 +31,7 @@ from tests.helpers import (
     seeded,
     tiny_draft,
     tiny_heads,
+    tokens_of,
 )
 from tests.lossless.models import CodesOnDevice, network
 from tests.lossless.test_tokens import TREES
@@ -81,7 +82,7 @@ def new_rows(heads: int, count: int, size: int, dtype: torch.dtype, seed: int = 
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-def test_codes_and_steps_are_the_bytes_of_a_cache_by_rows(heads: int) -> None:
+def test_codes_and_steps_are_the_bytes_of_a_cache_by_rows(heads):
     """As the C program has them, but for their places and the sign."""
     made = new_rows(heads, 37, 24, torch.float32)
     kv = cache(heads, 24, 45)
@@ -97,7 +98,7 @@ def test_codes_and_steps_are_the_bytes_of_a_cache_by_rows(heads: int) -> None:
         assert layer.stride(0) % 16 == 0
 
 
-def test_what_is_broken_is_broken() -> None:
+def test_what_is_broken_is_broken():
     kv = cache(2, 8, 5)
     for bad in (torch.nan, torch.inf, -torch.inf):
         made = new_rows(2, 5, 8, torch.float32)
@@ -111,7 +112,7 @@ def test_what_is_broken_is_broken() -> None:
 class Divisors(TorchDispatchMode):
     """Notes by how many numbers PyTorch divides."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.sizes: list[int] = []
 
@@ -121,7 +122,7 @@ class Divisors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_steps_are_quotients_on_a_device_too() -> None:
+def test_steps_are_quotients_on_a_device_too():
     """By a number of the host's PyTorch multiplies with the reciprocal there, which is another
     step in every 20th row.
     """
@@ -161,14 +162,14 @@ def plain() -> list[int]:
     return text(served(BatchInvariantAttention), "ar", 120)
 
 
-def test_every_method_writes_the_text_of_plain_decoding(plain: list[int]) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(plain):
     target = served()
     for method in ("ar", *NAMES):
         assert text(target, method, 40) == plain[:40], method
 
 
 @pytest.mark.slow
-def test_so_does_every_partial_cache(plain: list[int]) -> None:
+def test_so_does_every_partial_cache(plain):
     target = served()
     for policy in ("full", "partial", "streaming", "snapkv"):
         made = replace(TREES["magicdec"], kv=policy)
@@ -176,20 +177,20 @@ def test_so_does_every_partial_cache(plain: list[int]) -> None:
         assert decode(target, found, random_prompt(90), PARAMS, 4, 120) == plain, policy
 
 
-def test_it_is_another_text_than_the_models_own_cache_gives(plain: list[int]) -> None:
+def test_it_is_another_text_than_the_models_own_cache_gives(plain):
     own = Target(network("Llama, GQA", torch.bfloat16), BatchInvariantAttention)
     choose_fixed_rows(own, "sdpa", True)
     assert text(own, "ar", 120) != plain
 
 
-def test_a_text_goes_on_and_is_verified(plain: list[int]) -> None:
+def test_a_text_goes_on_and_is_verified(plain):
     target = served()
     prompt = random_prompt(90)
     for method, cut in (("medusa", 50), ("ar", 113)):
         found = Decoding(
             target, prompt, PARAMS, 4, drafter(target, method), 120, written=plain[:cut]
         )
-        assert plain[:cut] + [token for step in found.steps() for token in step.tokens] == plain
+        assert plain[:cut] + tokens_of(found.steps()) == plain
         kv = found._kv
         again = FullKV(target.kv_shape, kv.length)
         for _ in chunks(target, [*prompt, *plain[:-1]], again):
@@ -200,7 +201,7 @@ def test_a_text_goes_on_and_is_verified(plain: list[int]) -> None:
     assert audit(target, prompt, plain, PARAMS, 4).exact == 120
 
 
-def test_a_selection_takes_codes_and_their_steps() -> None:
+def test_a_selection_takes_codes_and_their_steps():
     target = served()
     full = FullKV(target.kv_shape, 100)
     for _ in chunks(target, random_prompt(100), full):
@@ -225,7 +226,7 @@ def test_a_selection_takes_codes_and_their_steps() -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("heads", "size", "nodes"), [(2, 64, 5), (1, 80, 41), (3, 8, 1)])
-def test_store(heads: int, size: int, nodes: int, dtype: torch.dtype) -> None:
+def test_store(heads, size, nodes, dtype):
     """Codes and steps have the bits of PyTorch's, and go nowhere else."""
     ours, plain = cache(heads, size, 60), cache(heads, size, 60)
     made = new_rows(heads, nodes, size, dtype, nodes)
@@ -266,7 +267,7 @@ def attend(query: Tensor, kv: FullKV, held: int, ancestors: Tensor | None, spec=
 )
 def test_attention_against_float64_of_what_the_codes_stand_for(
     heads, group, size, held, nodes, dtype, spec
-) -> None:
+):
     kv = cache(heads, size, held + nodes + 50)
     kv.write(0, *new_rows(heads, held + nodes, size, dtype))
     source = seeded(1)
@@ -288,7 +289,7 @@ def test_attention_against_float64_of_what_the_codes_stand_for(
     ("held", "nodes", "dtype"),
     [(62, 9, torch.bfloat16), *first(0, [(126, 33, torch.float16), (318, 64, torch.bfloat16)])],
 )
-def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(held, nodes, dtype) -> None:
+def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(held, nodes, dtype):
     """In a tree as alone, with all of its path committed."""
     heads, group, size = 1, 3, 64
     kv = cache(heads, size, held + nodes + 9)
@@ -307,7 +308,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_pass(held, nodes, dtype
 
 @needs_triton
 @pytest.mark.parametrize("count", [0, 2, 3])
-def test_accepted_nodes_are_moved_with_their_steps(count: int) -> None:
+def test_accepted_nodes_are_moved_with_their_steps(count):
     """Behind the text, and into a partial cache; by kernels as by PyTorch."""
     left = []
     for attention in (backend.TritonAttention, Attention):
@@ -327,7 +328,7 @@ def test_accepted_nodes_are_moved_with_their_steps(count: int) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Sizes of tiny models, as the interpreter is slow; on a device that is doubted."""
     for place, name, value in (
         (kernels, "TILE", 16),
@@ -343,7 +344,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_kernels_of_layers_are_tried_before_they_store_codes(small, monkeypatch) -> None:
+def test_kernels_of_layers_are_tried_before_they_store_codes(small, monkeypatch):
     """To the bit of plain PyTorch's."""
     model = small_network("Qwen3", torch.bfloat16, 1)
     layer = model.model.layers[0]
@@ -362,7 +363,7 @@ def test_kernels_of_layers_are_tried_before_they_store_codes(small, monkeypatch)
 
 @needs_triton
 @pytest.mark.slow
-def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypatch) -> None:
+def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypatch):
     """All by kernels, tried as on a device."""
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     target = wrap_model(small_network("Qwen2.5", torch.bfloat16, 1), "small", "triton", torch.int8)
@@ -380,7 +381,7 @@ def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypat
 
 
 @needs_triton
-def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch) -> None:
+def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch):
     model = small_network("Qwen2.5", torch.bfloat16, 1)
     assert fuse(model, Mock()) is None
     target = Target(model, backend.TritonAttention)
@@ -394,7 +395,7 @@ def test_a_kernel_that_fails_with_codes_refuses_the_cache(small, monkeypatch) ->
         assert target.kv_shape.dtype == torch.bfloat16
 
 
-def test_attention_by_others_refuses_it_on_cuda() -> None:
+def test_attention_by_others_refuses_it_on_cuda():
     asked = {"device": "cpu", "dtype": "bfloat16", "kv_dtype": "int8", "attention": "sdpa"}
     plan = plan_model(ModelConfig(model="demo", **asked))
     plan = replace(plan, device=torch.device("cuda"), dtype=torch.bfloat16, kv_reader="triton")

@@ -19,7 +19,7 @@ import tswift
 from tests.conftest import make_checkpoint
 from tests.forward.test_fused_layers import cached, kept_right, plainly, random, same_bits
 from tests.fuzzing import few
-from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded
+from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded, tokens_of
 from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
 from tswift.caches import KVShape
 from tswift.distributed import ALONE
@@ -54,7 +54,7 @@ FORMS = [  # bits, inputs of a block, whether they have minima
 
 
 @pytest.fixture(autouse=True)
-def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_parts(monkeypatch):
     """Sums of as many parts as small matrices can have; layers are tried with few rows."""
     monkeypatch.setattr(kernels, "_PROGRAMS", 4)
     monkeypatch.setattr(layers_check, "_TRIED", 3)
@@ -104,7 +104,7 @@ def ulps(made: Tensor, given: Codes) -> float:
     *(st.integers(1, 130), st.integers(1, 4), st.sampled_from(FORMS)),
     *(st.sampled_from([8, 16, 32, 128]), st.integers(0, 1000)),
 )
-def test_they_are_what_codes_stand_for(outputs, units, form, centre, seed) -> None:
+def test_they_are_what_codes_stand_for(outputs, units, form, centre, seed):
     given = codes(outputs, 64 * units, *form, seed=seed, centre=min(centre, 2 ** (form[0] - 1)))
     held = CodesOnDevice(given)
     assert (held.outputs, held.inputs, held.bits, held.block) == (outputs, 64 * units, *form[:2])
@@ -118,7 +118,7 @@ def test_they_are_what_codes_stand_for(outputs, units, form, centre, seed) -> No
 
 
 @pytest.mark.parametrize("zero", [8, 16, 32, 128])
-def test_a_code_that_stands_for_nothing_leaves_room_for_all(zero: int) -> None:
+def test_a_code_that_stands_for_nothing_leaves_room_for_all(zero):
     """Less 8, codes up to 255 would be no signed bytes."""
     counts = torch.arange(64).repeat(2, 1) * 4 + 3  # codes up to 255
     scale = torch.ones(2, 2)
@@ -127,7 +127,7 @@ def test_a_code_that_stands_for_nothing_leaves_room_for_all(zero: int) -> None:
 
 
 @pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
-def test_those_of_a_file_are_the_same_on_a_device(kind: Kind, tmp_path: Path) -> None:
+def test_those_of_a_file_are_the_same_on_a_device(kind, tmp_path):
     write_one(tmp_path / "one.gguf", kind)
     file = read_gguf(tmp_path / "one.gguf")
     given = file.read(file.tensors["one"])
@@ -140,7 +140,7 @@ def test_those_of_a_file_are_the_same_on_a_device(kind: Kind, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [CodedLinear, PackedLinear])
-def test_some_rows_of_an_lm_head_are_all_that_is_made(kind: type, monkeypatch) -> None:
+def test_some_rows_of_an_lm_head_are_all_that_is_made(kind, monkeypatch):
     """An LM head of 8B would be 2 GB of floats, made anew by every pass of an MTP head."""
     head = kind(codes(70, 64, 8, 32, True))
     monkeypatch.setattr(type(head.packed), "whole", lambda self: pytest.fail("all are made"))
@@ -175,7 +175,7 @@ def run(assembly: str, word: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_device_makes_numbers_of_all_codes(bits: int, dtype: torch.dtype) -> None:
+def test_a_device_makes_numbers_of_all_codes(bits, dtype):
     """The interpreter has no assembler, and the kernel is told its codes there."""
     first = torch.arange(1 << 16)
     words = first | first.flip(0) << 16
@@ -195,7 +195,7 @@ def test_a_device_makes_numbers_of_all_codes(bits: int, dtype: torch.dtype) -> N
         assert torch.equal(number, (code - 8 if bits == 4 else code.to(torch.int8)).float())
 
 
-def test_rows_that_are_no_units_are_refused() -> None:
+def test_rows_that_are_no_units_are_refused():
     with pytest.raises(ValueError, match="96 inputs are no multiple of 64"):
         CodesOnDevice(codes(4, 96, 4, 32, True))
 
@@ -206,7 +206,7 @@ def test_rows_that_are_no_units_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_product_is_that_of_the_numbers(form, dtype: torch.dtype) -> None:
+def test_a_product_is_that_of_the_numbers(form, dtype):
     """Of odd sizes, with a bias; a row has its bits wherever it is, and whatever is beside it."""
     outputs, inputs = (70, 256) if form[2] else (5, 192)
     bias = random(3, outputs, dtype=dtype) if form[1] == 32 else None
@@ -226,7 +226,7 @@ def test_a_product_is_that_of_the_numbers(form, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", first(2, [64, 130, 16, 8, 9, 17, 33, 65]))
 @pytest.mark.parametrize("form", FORMS[:2])
-def test_rows_have_the_same_bits_in_every_pass(form, count: int) -> None:
+def test_rows_have_the_same_bits_in_every_pass(form, count):
     by = product(64, 256, *form)
     assert kernels.product_parts(256, 1) == 4
     rows = random(1, count, 256, dtype=torch.bfloat16)
@@ -237,7 +237,7 @@ def test_rows_have_the_same_bits_in_every_pass(form, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 @pytest.mark.parametrize("count", [3, 70])
-def test_what_follows_is_made_of_the_parts(count: int, dtype: torch.dtype) -> None:
+def test_what_follows_is_made_of_the_parts(count, dtype):
     """To the bit, in a narrow pass and in a wide one, whose sums have been added already."""
     rows, hidden = random(1, count, 256, dtype=dtype), random(2, count, 70, dtype=dtype)
     by, up = product(70, 256, *FORMS[0], bias=hidden[0]), product(70, 256, *FORMS[3], seed=5)
@@ -263,7 +263,7 @@ def test_what_follows_is_made_of_the_parts(count: int, dtype: torch.dtype) -> No
     first(2, [((4, 2), 16, True), ((2, 1), 96, False), ((3, 3), 24, True)]),
 )
 @pytest.mark.parametrize("count", first(1, [18, 1, 70]))
-def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype) -> None:
+def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype):
     """Those of queries, keys and values in codes of three kinds."""
     rows = random(1, count, 128, dtype=dtype)
     sizes = [head * each for each in (heads[0], heads[1], heads[1])]
@@ -282,7 +282,7 @@ def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype) -> None
     assert kept_right(out, kept, plain, 5)
 
 
-def test_what_is_not_counted_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_counted_has_no_bound(monkeypatch):
     """A wide pass adds its parts up by itself: an LM head has more tiles than there are counters,
     and only what waits for two products counts.
     """
@@ -295,7 +295,7 @@ def test_what_is_not_counted_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_heads_learn_through_codes(dtype: torch.dtype) -> None:
+def test_heads_learn_through_codes(dtype):
     """The kernel has no gradient, and takes 16 bits alone: heads are float32, products bfloat16."""
     linear = CodedLinear(codes(70, 64, *FORMS[0]), random(3, 70, dtype=torch.bfloat16))
     rows = random(1, 2, 3, 64, dtype=dtype).requires_grad_()
@@ -309,7 +309,7 @@ def test_heads_learn_through_codes(dtype: torch.dtype) -> None:
     assert (rows.grad - linear.weight.sum(0)).abs().max() < 0.01 * linear.weight.abs().sum(0).max()
 
 
-def test_how_a_sum_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_sum_is_cut(monkeypatch):
     monkeypatch.setattr(kernels, "_PROGRAMS", 520)
     assert kernels.product_parts(4096, 64) == 16
     assert kernels.product_parts(4096, 448) == 2
@@ -328,7 +328,7 @@ FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_device(monkeypatch):
     """Codes are what they are on a GPU; the interpreter is slow, so little is tried."""
     monkeypatch.setattr(coded, "by_kernels", lambda device: True)
     monkeypatch.setattr(kernels, "_PROGRAMS", 1)
@@ -349,7 +349,7 @@ def text(model: LoadedModel, method: str, length: int = 6) -> list[int]:
     fields = FIELDS | {"costs": "nominal"} if method == "auto" else FIELDS
     options = options_for(method, **fields)
     steps = tswift.generate(model, prompt, length, method=method, options=options)
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
 @pytest.mark.slow
@@ -357,9 +357,7 @@ def text(model: LoadedModel, method: str, length: int = 6) -> list[int]:
     ("weights", "methods"),
     [("int4", ("tokenswift", "magicdec")), ("int8", ("medusa", "reuse", "auto"))],
 )
-def test_methods_write_what_plain_decoding_does(
-    weights: str, methods: tuple[str, ...], tmp_path: Path, on_device: None
-) -> None:
+def test_methods_write_what_plain_decoding_does(weights, methods, tmp_path, on_device):
     model = made(tmp_path, weights, "sdpa", "bfloat16")
     assert model.exact is not None
     plain = text(model, "ar")
@@ -375,9 +373,7 @@ def test_methods_write_what_plain_decoding_does(
         ("int8", "float16", {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1}),
     ],
 )
-def test_layers_and_rows_stand_alone(
-    weights: str, dtype: str, changes: dict[str, object], tmp_path: Path, on_device: None
-) -> None:
+def test_layers_and_rows_stand_alone(weights, dtype, changes, tmp_path, on_device):
     """All products are kernels', so rows are exact without padding."""
     model = made(tmp_path, weights, "triton", dtype, **changes)
     target = model.target
@@ -389,7 +385,7 @@ def test_layers_and_rows_stand_alone(
 
 
 @pytest.mark.slow
-def test_a_file_is_read_as_one_of_floats_is(tmp_path: Path, on_device: None) -> None:
+def test_a_file_is_read_as_one_of_floats_is(tmp_path, on_device):
     """Embeddings, tied LM head, biases and norms are where they belong."""
     model = tiny_model("qwen2", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q8_0)
@@ -404,7 +400,7 @@ def test_a_file_is_read_as_one_of_floats_is(tmp_path: Path, on_device: None) -> 
     assert loaded.about()["products"] == "kernels"
 
 
-def test_a_layer_of_each_form_is_tried() -> None:
+def test_a_layer_of_each_form_is_tried():
     """As files of 4 bits have more of them in some layers."""
     model = tiny_model("llama", **{**SIZES, "num_hidden_layers": 3}).to(torch.bfloat16)
     for name, module in list(model.get_decoder().named_modules()):
@@ -414,7 +410,7 @@ def test_a_layer_of_each_form_is_tried() -> None:
     layers = model.get_decoder().layers
     assert {*layers_by_form(model)} == {layers[0], layers[1]}
 
-    def check(layer: object, dtype: torch.dtype) -> None:
+    def check(layer, dtype):
         if layer is layers[1]:
             raise layers_check.Wrong("its values")
 
@@ -423,13 +419,11 @@ def test_a_layer_of_each_form_is_tried() -> None:
 
 
 @pytest.mark.parametrize("how", ["GGUF", "int4"])
-def test_one_matrix_at_a_time_is_packed_the_largest_first(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_matrix_at_a_time_is_packed_the_largest_first(how, tmp_path, monkeypatch):
     """On the way a matrix takes four times its memory, which a device need not have."""
     busy, sizes = Lock(), list[int]()
 
-    def packed(given: Codes) -> CodesOnDevice:
+    def packed(given):
         assert busy.acquire(blocking=False)
         sizes.append(given.codes.numel())
         made = CodesOnDevice(given)
@@ -455,9 +449,7 @@ def test_one_matrix_at_a_time_is_packed_the_largest_first(
 
 
 @pytest.mark.parametrize(("gigabytes", "held"), [(None, 20_000), (20, 20_000), (1.3, 1500)])
-def test_a_card_that_is_nearly_full_tries_exact_passes_over_less(
-    gigabytes: float | None, held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_that_is_nearly_full_tries_exact_passes_over_less(gigabytes, held, monkeypatch):
     """8B in 4 bits leave 1.3 of 8 GB: 20,000 tokens would take 2.6."""
     free = gigabytes and int(gigabytes * 1e9)
     monkeypatch.setattr(exact_passes, "available_bytes", lambda device: free)
@@ -471,9 +463,9 @@ def test_a_card_that_is_nearly_full_tries_exact_passes_over_less(
 
 @pytest.mark.parametrize("wrong", [True, False])
 def test_kernels_that_fail_are_told_before_weights_are_read(
-    wrong: bool, tmp_path: Path, on_device: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def product(self: CodedLinear, rows: Tensor) -> Tensor:
+    wrong, tmp_path, on_device, monkeypatch
+):
+    def product(self, rows):
         if wrong:
             return rows.new_zeros(len(rows), self.out_features)
         raise RuntimeError("no compiler for kernels\nand more")
@@ -495,8 +487,8 @@ def test_kernels_that_fail_are_told_before_weights_are_read(
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(
-    changes: object, dtype: str, option: str, reason: str, tmp_path: Path, monkeypatch
-) -> None:
+    changes, dtype, option, reason, tmp_path, monkeypatch
+):
     sizes = changes if isinstance(changes, dict) and changes else {**SIZES}
     if changes == {}:
         sizes["intermediate_size"] = 96

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import tswift
 from tests.conftest import make_checkpoint
-from tests.helpers import METHODS, options_for, read_json
+from tests.helpers import METHODS, options_for, read_json, tokens_of
 from tests.models.refusals import refuse
 from tswift import memory
 from tswift.distributed import Dist
@@ -46,7 +46,7 @@ class Int8Linear(nn.Module):
     a scale for each row.
     """
 
-    def __init__(self, whole: nn.Linear) -> None:
+    def __init__(self, whole: nn.Linear):
         super().__init__()
         scale = whole.weight.detach().abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight", (whole.weight.detach() / scale).round().to(torch.int8))
@@ -60,7 +60,7 @@ def text(model: LoadedModel, method: str, length: int = 50) -> list[int]:
     prompt = model.encode("The ship had lain three days becalmed, and the captain")
     options = options_for(method, **FIELDS, reuse_recent=True)
     steps = tswift.generate(model, prompt, length, method=method, options=options)
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
 def texts(model: LoadedModel) -> dict[str, list[int]]:
@@ -68,7 +68,7 @@ def texts(model: LoadedModel) -> dict[str, list[int]]:
 
 
 @pytest.fixture
-def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def quantised(checkpoint: Path, tmp_path, monkeypatch) -> str:
     """A folder whose model comes with all linear layers quantised, the LM head's too,
     by a method of nobody's.
     """
@@ -94,7 +94,7 @@ def quantised(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path) -> None:
+def test_a_quantised_model_is_decoded_as_it_is(quantised, checkpoint):
     model = load(quantised, dtype="float64", device="cpu", draft_model=str(checkpoint))
     assert model.target.model.lm_head.weight.dtype == torch.int8
     assert model.target.dtype == torch.float64
@@ -104,7 +104,7 @@ def test_a_quantised_model_is_decoded_as_it_is(quantised: str, checkpoint: Path)
     assert all(found[method] == found["ar"] for method in METHODS)
 
 
-def test_quantised_weights_count(quantised: str) -> None:
+def test_quantised_weights_count(quantised):
     network = load(quantised, device="cpu").target.model
     before = fingerprint_of(network), weights_hash(network)
     layer = network.model.layers[1].mlp.up_proj
@@ -117,7 +117,7 @@ def test_quantised_weights_count(quantised: str) -> None:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch):
     """Such weights on a CPU, where PyTorch multiplies: kernels are slow if they are interpreted."""
     monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(CodedLinear, "forward", multiplied)
@@ -135,17 +135,15 @@ HALF = {"device": "cpu", "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def units(tmp_path_factory) -> Path:
     """A checkpoint whose rows are whole units of codes."""
     return make_checkpoint(tmp_path_factory.mktemp("units") / "m", **SIZES)
 
 
-def test_drafting_weights_that_cannot_be_had(
-    checkpoint: Path, quantised: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafting_weights_that_cannot_be_had(checkpoint, quantised, tmp_path, monkeypatch):
     model = str(checkpoint)
 
-    def refused(match: str, kind: object = "int4", model: str = model, **options: object) -> None:
+    def refused(match, kind="int4", model=model, **options):
         refuse(model, match, "draft_weights", **{"draft_weights": kind, **HALF, **options})
 
     refused("of fewer bits for drafts need a CUDA device")
@@ -166,9 +164,7 @@ def pointers(module: nn.Module) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("wrong", [30.0, torch.nan])
-def test_products_that_are_wrong_here_are_refused(
-    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, wrong: float
-) -> None:
+def test_products_that_are_wrong_here_are_refused(units, on_cpu, monkeypatch, wrong):
     right = CodedLinear.forward
     monkeypatch.setattr(CodedLinear, "forward", lambda self, rows: right(self, rows) * wrong)
     refuse(
@@ -183,9 +179,7 @@ def test_products_that_are_wrong_here_are_refused(
 @pytest.mark.parametrize(
     ("kind", "changes"), [("int4", {}), ("int8", {"tie_word_embeddings": True})]
 )
-def test_all_but_the_decoders_linear_layers_is_shared(
-    tmp_path: Path, on_cpu: None, kind: str, changes: dict[str, object]
-) -> None:
+def test_all_but_the_decoders_linear_layers_is_shared(tmp_path, on_cpu, kind, changes):
     folder = make_checkpoint(tmp_path / "m", **SIZES, **changes)
     model = load(str(folder), draft_weights=kind, **HALF)
     assert model.drafting is not None
@@ -221,9 +215,7 @@ def test_all_but_the_decoders_linear_layers_is_shared(
     assert text(model, "tokenswift") == text(model, "ar")
 
 
-def test_heads_that_start_before_the_final_norm(
-    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_start_before_the_final_norm(units, on_cpu, monkeypatch):
     """The copy gives them its own states, and leaves the model's alone."""
     heads = MedusaHeads(64, 2, 320).bfloat16()
     heads.pre_norm = True
@@ -242,9 +234,7 @@ def test_heads_that_start_before_the_final_norm(
     assert text(model, "tokenswift") == text(model, "ar")
 
 
-def test_what_it_takes_is_foreseen(
-    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_takes_is_foreseen(units, on_cpu, monkeypatch):
     linear = 2 * (4 * 64 * 64 + 3 * 128 * 64)  # weights of 2 layers
     held = linear // 2 + linear // 32 * 8  # and a scale and a minimum of every block
     assert plan_model(ModelConfig(model=str(units))).loaded_bytes["draft weights"] == 0
@@ -269,7 +259,7 @@ def test_what_it_takes_is_foreseen(
         )
 
 
-def test_a_published_shapes_copy_takes_six_bits_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_shapes_copy_takes_six_bits_a_weight(monkeypatch):
     """LLaMA3.1-8b: 6.98e9 weights in linear layers."""
     monkeypatch.setattr("tswift.models.devices.find_device", torch.device)
     config = ModelConfig(model="shape:llama3.1-8b", device="cuda", draft_weights="int4")
@@ -279,12 +269,12 @@ def test_a_published_shapes_copy_takes_six_bits_a_weight(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0])
 def test_drafts_have_fewer_bits_by_themselves_where_that_is_quicker(
-    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+    units, on_cpu, monkeypatch, seconds
+):
     """Of methods that draft with the model itself, if there is room for the copy."""
     timed: list[Target] = []
 
-    def took(target: Target) -> tuple[float, Tensor]:
+    def took(target):
         timed.append(target)
         return (seconds if len(timed) % 2 else 1.0), measured_pass(target)[1]  # the copy's first
 
@@ -320,9 +310,7 @@ def nothing(self: CodedLinear, rows: Tensor) -> Tensor:
     ("product", "reason"),
     [(broken, "no product for this"), (nothing, "the kernel of products computes something else")],
 )
-def test_a_copy_that_nobody_asked_for_stops_nothing(
-    units: Path, on_cpu: None, monkeypatch: pytest.MonkeyPatch, product: object, reason: str
-) -> None:
+def test_a_copy_that_nobody_asked_for_stops_nothing(units, on_cpu, monkeypatch, product, reason):
     monkeypatch.setattr(CodedLinear, "forward", product)
     config = to_load(ModelConfig(model=str(units), **HALF), ["tokenswift"])
     model = load_model(config)

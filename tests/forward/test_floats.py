@@ -4,8 +4,6 @@ and 16 bits give the tokens of float32.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -28,9 +26,7 @@ pytestmark = needs_program
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 48), (97, 64), (130, 33)])
-def test_weights_come_back_as_they_were_packed(
-    dtype: torch.dtype, outputs: int, inputs: int
-) -> None:
+def test_weights_come_back_as_they_were_packed(dtype, outputs, inputs):
     torch.manual_seed(outputs)
     weight = torch.randn(outputs, inputs).to(dtype)
     for given in (weight, weight.float()):
@@ -41,7 +37,7 @@ def test_weights_come_back_as_they_were_packed(
         assert torch.equal(packed.rows(wanted), weight.float()[wanted])
 
 
-def test_gradients_flow_through_it() -> None:
+def test_gradients_flow_through_it():
     layer = nn.Linear(40, 24).requires_grad_(False)
     rows = torch.randn(3, 40, requires_grad=True)
     PackedLinear(layer.weight, layer.bias)(rows).sum().backward()
@@ -57,7 +53,7 @@ def tokens_of(model: LoadedModel, method: str, prompt: str | list[int] = "The sh
 
 @pytest.mark.parametrize("tied", first(1, [False, True]))
 @pytest.mark.parametrize("dtype", first(1, ["bfloat16", "float16"]))
-def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bool) -> None:
+def test_16_bits_give_the_tokens_of_float32(tmp_path, dtype, tied):
     """All but the weights is float32 then."""
     folder = make_checkpoint(tmp_path / "m", head_dim=16, tie_word_embeddings=tied)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
@@ -78,7 +74,7 @@ def test_16_bits_give_the_tokens_of_float32(tmp_path: Path, dtype: str, tied: bo
     assert 2 * sizes[0].loaded_bytes["weights"] <= sizes[1].loaded_bytes["weights"]
 
 
-def test_float32_is_held_once(tmp_path: Path) -> None:
+def test_float32_is_held_once(tmp_path):
     """Texts, hashes of weights and heads are those of a model that PyTorch holds."""
     folder = str(make_checkpoint(tmp_path / "m", head_dim=16))
     network = AutoModelForCausalLM.from_pretrained(folder)
@@ -91,9 +87,7 @@ def test_float32_is_held_once(tmp_path: Path) -> None:
     assert tokens_of(packed, "ar", prompt) == tokens_of(adopt(network), "ar", prompt)
 
 
-def test_products_that_are_wrong_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_that_are_wrong_are_refused(tmp_path, monkeypatch):
     folder = str(make_checkpoint(tmp_path / "m", head_dim=16))
     monkeypatch.setattr(
         "tswift.forward.cpu.products.multiply", lambda c, rows: torch.ones(c.outputs)
@@ -103,7 +97,7 @@ def test_products_that_are_wrong_are_refused(
     assert load(folder, device="cpu", attention="sdpa").layers != PROGRAM
 
 
-def test_embeddings_that_are_scaled() -> None:
+def test_embeddings_that_are_scaled():
     config = Gemma3TextConfig(
         vocab_size=97,
         hidden_size=48,

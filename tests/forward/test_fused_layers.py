@@ -55,7 +55,7 @@ EPS = 1e-5
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     """Products in tiles that tiny models have, tried with few tokens: the interpreter is slow."""
     monkeypatch.setattr(kernels, "TILE", 16)
     monkeypatch.setattr(kernels, "STEP", 8)
@@ -66,7 +66,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_a_device(monkeypatch):
     """Products in the tiles of a GPU."""
     monkeypatch.setattr(kernels, "TILE", 128)
     monkeypatch.setattr(kernels, "STEP", 64)
@@ -94,7 +94,7 @@ def same_bits(ours: Tensor, plain: Tensor) -> bool:
     st.booleans(),
     st.integers(0, 1000),
 )
-def test_sums_and_norms(rows: int, size: int, dtype: torch.dtype, adds: bool, seed: int) -> None:
+def test_sums_and_norms(rows, size, dtype, adds, seed):
     # rows with a gap behind them
     hidden, added = random(seed, 2, rows, size + 3, dtype=dtype)[..., :size]
     weight = random(seed + 1, size, dtype=dtype)
@@ -116,7 +116,7 @@ def test_sums_and_norms(rows: int, size: int, dtype: torch.dtype, adds: bool, se
 
 @few
 @given(st.integers(1, 3), st.integers(1, 2500), st.sampled_from(HALVES), st.integers(0, 1000))
-def test_silu(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+def test_silu(rows, size, dtype, seed):
     gate, up = random(seed, 2, rows, size, dtype=dtype).mul_(5)
     made = kernels.silu_mul(gate, up)
     assert same_bits(made, plain_silu_mul(gate, up))
@@ -128,7 +128,7 @@ def test_silu(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     assert same_bits(kernels.silu_mul(gate[-1:], up[-1:]), made[-1:])
 
 
-def test_the_exponential_is_one() -> None:
+def test_the_exponential_is_one():
     numbers = torch.linspace(-87, 88, 200_001)
     exact = numbers.double().exp()
     assert ((plain_exponential(numbers) - exact).abs() / exact).max() < 3e-7
@@ -183,7 +183,7 @@ def kept_right(out: Tensor, heads, plain: list[Tensor], held: int) -> bool:
         st.integers(0, 1000),
     ),
 )
-def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, seed) -> None:
+def test_rotation_and_store(groups, kv_heads, head, rows, held, normed, dtype, seed):
     count = (min(12, groups * kv_heads), kv_heads)
     sizes = [count[0] * head, kv_heads * head, kv_heads * head]
     parts = [
@@ -234,9 +234,7 @@ def picked(states, at: list[int], more: Tensor | None = None):
     ("inputs", "outputs", "parts"), first(1, [(64, 40, 4), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
 )
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_a_product_is_added_to_what_went_in(
-    rows: int, inputs: int, outputs: int, parts: int, dtype: torch.dtype
-) -> None:
+def test_a_product_is_added_to_what_went_in(rows, inputs, outputs, parts, dtype):
     """Close to float64, its parts added in order; a row has its bits wherever it is, and whatever
     is beside it.
     """
@@ -262,7 +260,7 @@ def test_a_product_is_added_to_what_went_in(
     first(1, [(64, (6, 2), 16, True), (24, (1, 1), 64, False), (96, (3, 3), 24, True)]),
 )
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtype) -> None:
+def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtype):
     """Normalised, multiplied, rotated and stored, as plain PyTorch does it of the product's parts;
     a row has its bits wherever it is.
     """
@@ -293,7 +291,7 @@ def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtyp
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 @pytest.mark.parametrize(("hidden", "inner"), first(1, [(64, 40), (24, 48)]))
 @pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype) -> None:
+def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype):
     states, normalised = states_of(random(1, rows, hidden, dtype=dtype) / 4)
     gate, up = (linear(seed, inner, hidden, dtype) for seed in (2, 4))
     active = kernels.multiply_silu(states, gate, up)
@@ -313,8 +311,8 @@ def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype) -> None:
     ("inputs", "outputs", "rows"), first(1, [(128, 128, 160), (256, 128, 512), (64, 256, 130)])
 )
 def test_rows_among_many_have_the_bits_that_they_have_among_few(
-    as_on_a_device, inputs: int, outputs: int, rows: int, dtype: torch.dtype
-) -> None:
+    as_on_a_device, inputs, outputs, rows, dtype
+):
     """Products of a wide pass are those of passes of a width."""
     assert kernels.product_parts(inputs, outputs // kernels.TILE) == inputs // 64
     given, hidden = random(1, rows, inputs, dtype=dtype), random(5, rows, outputs, dtype=dtype)
@@ -344,14 +342,14 @@ def test_rows_among_many_have_the_bits_that_they_have_among_few(
         assert same_bits(kernels.multiply_silu(narrow, gate, up), active[at])
 
 
-def test_how_a_sum_is_cut(as_on_a_device) -> None:
+def test_how_a_sum_is_cut(as_on_a_device):
     assert kernels.product_parts(4096, 48) == 4
     assert kernels.product_parts(14_336, 32) == 4
     assert kernels.product_parts(4096, 224) == 1
     assert kernels.product_parts(576, 5) == 1  # 9 steps
 
 
-def test_a_sum_is_a_tree_of_pairs() -> None:
+def test_a_sum_is_a_tree_of_pairs():
     big = 2.0**24  # where an addition of 1 is lost
     assert tree_sum(torch.tensor([big, 1.0, 1.0, 0.0])).item() == big
     assert tree_sum(torch.tensor([1.0, 1.0, big])).item() == big + 2
@@ -388,7 +386,7 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
 
 
-def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small: None) -> None:
+def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small):
     """Where gradients could be wanted layers are transformers' own: nobody wants a pass's."""
     target = Target(network(FIT[2], torch.bfloat16, 1), BACKENDS["triton"]())
     zero = torch.zeros(1, dtype=torch.int64)
@@ -399,7 +397,7 @@ def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), zip(FIT, [*HALVES, *HALVES], strict=True))
-def test_layers_compute_what_transformers_does(name: str, dtype: torch.dtype) -> None:
+def test_layers_compute_what_transformers_does(name, dtype):
     target = wrapped(name, dtype)
     assert (execution_note(target), target.fallbacks) == (FUSED, {})
     eager = Target(network(name, dtype), TreeAttention)
@@ -426,9 +424,7 @@ def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Call
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("Qwen2.5", 1), ("Qwen3", 2)])
-def test_products_of_ours_and_pytorchs(
-    monkeypatch: pytest.MonkeyPatch, name: str, layers: int
-) -> None:
+def test_products_of_ours_and_pytorchs(monkeypatch, name, layers):
     """All products of a narrow pass are ours, and those of a prompt PyTorch's;
     together they are transformers' layers."""
     made = Counter[str]()
@@ -456,7 +452,7 @@ def test_products_of_ours_and_pytorchs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3"])
-def test_rows_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_exact(name, monkeypatch):
     monkeypatch.setattr(exact_passes, "_HELD_KEYS", 70)  # the interpreter is slow
     monkeypatch.setattr(exact_passes, "_OTHER_LENGTHS", (0,))
     target = wrapped(name, torch.bfloat16)
@@ -468,7 +464,7 @@ SHORT = ("Qwen2.5", 1, 6)
 
 
 @pytest.fixture(params=[SHORT])
-def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+def narrow(request, monkeypatch) -> Target:
     """A model with products of ours, whose passes have 2 or 8 rows, a prompt's 6 or 24."""
     name, layers, wide = request.param
     few = wide // 3
@@ -494,9 +490,7 @@ def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> T
 
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [SHORT, ("Mistral 7B v0.1", 1, 24)], indirect=True)
-def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
-    narrow: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(narrow, monkeypatch):
     wide = texts.PROMPT_CHUNK
     text = [(7 * at + 3) % 97 for at in range(2 * wide + 2)]
     found = []
@@ -520,7 +514,7 @@ def test_a_text_in_wide_passes_has_the_bits_of_narrow_ones(
 
 
 @pytest.mark.slow
-def test_wide_passes_are_tried_by_the_first_text_that_is_no_prompt(narrow: Target) -> None:
+def test_wide_passes_are_tried_by_the_first_text_that_is_no_prompt(narrow):
     asked: list[Target] = []
     narrow.chunked_text = lambda target: bool(asked.append(target))
     for prompt, count in ((None, 0), (7, 0), (2, 1), (2, 1)):  # decoding forwards one token more
@@ -531,12 +525,10 @@ def test_wide_passes_are_tried_by_the_first_text_that_is_no_prompt(narrow: Targe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["add_product", "multiply_silu"])
-def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
-    narrow: Target, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(narrow, monkeypatch, name):
     right = getattr(kernels, name)
 
-    def otherwise(*given: Any) -> Any:
+    def otherwise(*given):
         out = right(*given)
         made = out if name == "multiply_silu" else out[0]
         if len(made) > kernels.MOST_ROWS:
@@ -549,7 +541,7 @@ def test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits(
 
 
 @pytest.mark.slow
-def test_a_layer_takes_only_the_squares_of_its_own_input() -> None:
+def test_a_layer_takes_only_the_squares_of_its_own_input():
     """A hook may change what a layer gives the next one."""
     target, eager = wrapped("Llama, GQA", torch.bfloat16), Target(network("Llama, GQA"))
     for each in (target, eager):
@@ -563,7 +555,7 @@ def test_a_layer_takes_only_the_squares_of_its_own_input() -> None:
     "name", first(1, ["Llama 3.1", "Llama 2 (YaRN)", "Llama 2 (linear scaling)", "Qwen3"])
 )
 @pytest.mark.parametrize("dtype", first(1, HALVES))
-def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch.dtype) -> None:
+def test_angles_are_looked_up_with_the_bits_of_the_model(name, dtype):
     made, plain = network(name, dtype, 1), network(name, dtype, 1)
     assert fuse(made, lambda *given: None) is None
     last = max_positions(made.config) + 500  # a drafted node may lie beyond the text
@@ -578,7 +570,7 @@ def test_angles_are_looked_up_with_the_bits_of_the_model(name: str, dtype: torch
 
 
 @pytest.mark.slow
-def test_few_operators_surround_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_operators_surround_the_layers(monkeypatch):
     """Those of a pass and its logits that are not a layer's: each takes a GPU 1.8 us."""
     target = wrapped("Llama, MQA", torch.bfloat16, 1)
     target.fixed_rows = 8
@@ -604,7 +596,7 @@ def test_few_operators_surround_the_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_call_without_our_cache_goes_the_old_way() -> None:
+def test_a_call_without_our_cache_goes_the_old_way():
     made = network("Qwen3")
     ids = torch.arange(7).unsqueeze(0)
     expected = made(ids).logits
@@ -617,7 +609,7 @@ def test_a_call_without_our_cache_goes_the_old_way() -> None:
 
 
 @pytest.mark.slow
-def test_a_copy_is_fused_for_itself() -> None:
+def test_a_copy_is_fused_for_itself():
     target = wrapped("Qwen3", torch.bfloat16, 1)
     copied = deepcopy(target.model)
     other = Target(copied, BACKENDS["triton"]())
@@ -627,7 +619,7 @@ def test_a_copy_is_fused_for_itself() -> None:
 
 
 @pytest.mark.slow
-def test_taps_see_what_they_saw() -> None:
+def test_taps_see_what_they_saw():
     target = wrapped("Llama, GQA", torch.bfloat16)
     eager = Target(network("Llama, GQA"))
     for each in (target, eager):
@@ -642,10 +634,10 @@ def test_taps_see_what_they_saw() -> None:
 
 
 @pytest.fixture
-def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def lying(monkeypatch) -> Callable[[str], None]:
     """Make one kernel lie in one element."""
 
-    def lie(name: str) -> None:
+    def lie(name: str):
         right = getattr(kernels, name)
 
         def wrong(*given, **named):
@@ -673,7 +665,7 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         ],
     ),
 )
-def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
+def test_kernels_that_lie_are_not_used(lying, name, word):
     made = network("Qwen3")
     lying(name)
     assert (
@@ -684,7 +676,7 @@ def test_kernels_that_lie_are_not_used(lying, name: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["project_heads", "add_product"])
-def test_a_product_that_is_read_too_soon_is_not_used(monkeypatch, name: str) -> None:
+def test_a_product_that_is_read_too_soon_is_not_used(monkeypatch, name):
     """A part that comes late is in the sum that is looked at, and not in what was made of it."""
     right = getattr(kernels, name)
 
@@ -700,7 +692,7 @@ def test_a_product_that_is_read_too_soon_is_not_used(monkeypatch, name: str) -> 
 
 
 @pytest.mark.slow
-def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_lie_are_not_used(monkeypatch):
     monkeypatch.setattr(adapting, "try_kernels", lambda *given: None)
     right = kernels.multiply_silu
     monkeypatch.setattr(kernels, "multiply_silu", lambda *given: right(*given) * 3)
@@ -715,11 +707,11 @@ def test_layers_that_lie_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
         ("Phi-3", "no kernels are written for phi3"),
     ],
 )
-def test_other_layers_stay_eager(name: str, reason: str) -> None:
+def test_other_layers_stay_eager(name, reason):
     assert fuse(network(name), layers_check.try_kernels) == reason
 
 
-def test_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_do_not_fit(monkeypatch):
     assert (
         fuse(network("Llama, GQA", torch.float64), layers_check.try_kernels)
         == "they are in float64"
@@ -771,7 +763,7 @@ class Operators(TorchDispatchMode):
         "unflatten",
     }
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.on = False
         self.seen = Counter[str]()
@@ -800,7 +792,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fits"), [("Qwen3", True), ("Gemma 2", False)])
-def test_a_layer_is_six_kernels(monkeypatch: pytest.MonkeyPatch, name: str, fits: bool) -> None:
+def test_a_layer_is_six_kernels(monkeypatch, name, fits):
     """Four products and the attention's two; also where a pass is padded to a width."""
     target = wrapped(name, torch.bfloat16)
     target.fixed_rows = 8

@@ -77,9 +77,7 @@ def rows_of(count: int, inputs: int) -> Tensor:
     centre=st.sampled_from([0, 8, 128]),
 )
 @settings(max_examples=50, deadline=None)
-def test_codes_come_back_as_they_were_packed(
-    outputs: int, blocks: int, block: int, bits: int, half: bool, centre: int
-) -> None:
+def test_codes_come_back_as_they_were_packed(outputs, blocks, block, bits, half, centre):
     codes = codes_of(outputs, blocks * block, bits, half, block, centre)
     layer = PackedLinear(codes)
     back = layer.packed.codes()
@@ -93,7 +91,7 @@ def test_codes_come_back_as_they_were_packed(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_weights_are_rounded_to_the_nearest_code(bits: int) -> None:
+def test_weights_are_rounded_to_the_nearest_code(bits):
     weight = torch.randn(64, 96)
     codes = quantize(weight, bits)
     apart = (codes.dequantized() - weight).abs().unflatten(1, (-1, codes.block))
@@ -107,7 +105,7 @@ def test_weights_are_rounded_to_the_nearest_code(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("bits", "apart"), [(8, 2e-2), (16, 1e-4)])
-def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apart: float) -> None:
+def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits, apart):
     codes = codes_of(200, 1536, 4)
     rows = rows_of(8, 1536)
     wanted = rows.double() @ codes.dequantized().double().T
@@ -120,7 +118,7 @@ def test_a_product_is_that_of_the_weights_but_for_rounded_inputs(bits: int, apar
     )
 
 
-def test_sums_are_rounded_once() -> None:
+def test_sums_are_rounded_once():
     """As the C library's own fused operation does, near ties and everywhere."""
     fmaf = ctypes.CDLL("libm.so.6").fmaf
     fmaf.argtypes = [ctypes.c_float] * 3
@@ -151,9 +149,7 @@ def wanted_of(
     first(1, [("all that are here", 2), *((each, 2) for each in INSTRUCTIONS), ("AVX2", 1)]),
 )
 @pytest.mark.parametrize(("bits", "input_bits"), first(1, [(4, 16), (8, 8), (8, 16), (4, 8)]))
-def test_a_product_has_the_bits_of_its_definition(
-    instructions: str, threads: int, input_bits: int, bits: int
-) -> None:
+def test_a_product_has_the_bits_of_its_definition(instructions, threads, input_bits, bits):
     program = None
     if instructions in INSTRUCTIONS:
         options, needed = INSTRUCTIONS[instructions]
@@ -182,7 +178,7 @@ HELD = [(True, 32, 0), (True, 16, 128), (False, 32, 8), (False, 16, 0)]
 
 @needs_program
 @pytest.mark.parametrize("input_bits", [8, 16])
-def test_a_rows_bits_are_its_own(input_bits: int) -> None:
+def test_a_rows_bits_are_its_own(input_bits):
     """Whatever the others are, how many there are and where it is among them;
     a broken row breaks no other.
     """
@@ -199,7 +195,7 @@ def test_a_rows_bits_are_its_own(input_bits: int) -> None:
     assert torch.equal(broken[kept], whole[kept])
 
 
-def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_a_compiler(monkeypatch):
     def unbuilt() -> ctypes.CDLL:
         raise Unbuilt("needs a C compiler")
 
@@ -207,9 +203,7 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(40)])
-def test_without_a_compiler_floats_are_multiplied(
-    monkeypatch: pytest.MonkeyPatch, bias: Tensor | None
-) -> None:
+def test_without_a_compiler_floats_are_multiplied(monkeypatch, bias):
     without_a_compiler(monkeypatch)
     codes = codes_of(40, 64, 4)
     layer = PackedLinear(codes, bias)
@@ -225,9 +219,7 @@ def test_without_a_compiler_floats_are_multiplied(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_as_many_floats_are_held_as_memory_allows(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tied: bool
-) -> None:
+def test_as_many_floats_are_held_as_memory_allows(monkeypatch, recwarn, tied):
     """Whatever it is, results have the same bits."""
     without_a_compiler(monkeypatch)
     made = coded("llama", 4, tied=tied)
@@ -257,8 +249,8 @@ def test_as_many_floats_are_held_as_memory_allows(
 
 
 def test_floats_are_exact_at_a_fixed_width_and_only_if_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     without_a_compiler(monkeypatch)
     made = coded("llama", 4)
     hold_floats(made)
@@ -277,7 +269,7 @@ def test_floats_are_exact_at_a_fixed_width_and_only_if_that_is_asked_for(
         assert decode(target, drafter, prompt, params, 3, 60) == wanted
 
 
-def test_gradients_flow_through_it() -> None:
+def test_gradients_flow_through_it():
     layer = PackedLinear(codes_of(40, 64, 8))
     rows = torch.randn(3, 64, requires_grad=True)
     layer(rows).sum().backward()
@@ -313,7 +305,7 @@ def filled(target: Target, prompt: list[int], room: int) -> FullKV:
     return kv
 
 
-def test_codes_of_a_network_lie_together() -> None:
+def test_codes_of_a_network_lie_together():
     made = coded("llama", 4, tied=True)
     held = [module for module in made.modules() if isinstance(module, PackedCodes)]
     before = [module.codes().dequantized() for module in held]
@@ -333,7 +325,7 @@ KINDS = ["llama", "mistral", "qwen2", "qwen3"]
 @needs_program
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
+def test_a_pass_is_the_modeling_codes(kind, bits):
     made = coded(kind, bits, 16, tied=bits == 8)
     target = wrap_model(made, kind, "native")
     assert target.runner.program is not None
@@ -354,7 +346,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, bits: int) -> None:
 
 @needs_program
 @pytest.mark.parametrize("input_bits", [8, 16])
-def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
+def test_a_long_chain_has_the_bits_of_short_passes(input_bits):
     """So a run that is gone on with, whose text is forwarded at once,
     is the run that was not stopped.
     """
@@ -377,7 +369,7 @@ def test_a_long_chain_has_the_bits_of_short_passes(input_bits: int) -> None:
 
 @needs_program
 @pytest.mark.parametrize("kind", first(1, KINDS))
-def test_every_method_writes_plain_decodings_text(kind: str) -> None:
+def test_every_method_writes_plain_decodings_text(kind):
     target = target_of(kind, 8 if kind == "qwen2" else 4)
     params = SamplingParams(penalty=1.05)
     prompt = [*range(1, 60), *range(20, 50)]
@@ -397,12 +389,12 @@ def test_every_method_writes_plain_decodings_text(kind: str) -> None:
         )
 
 
-def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypatch) -> None:
+def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypatch):
     packed = PackedCodes(quantize(torch.randn(600, 64, generator=seeded(1)), 8))
     unpacked = []
     unpack = PackedCodes._unpacked
 
-    def counted(self: PackedCodes, codes: Tensor, factors: Tensor) -> Codes:
+    def counted(self, codes, factors):
         unpacked.append(len(codes))
         return unpack(self, codes, factors)
 
@@ -419,7 +411,7 @@ def test_rows_of_codes_are_those_of_the_whole_a_few_unpacked_at_a_time(monkeypat
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("kept", ["a centre", "halves", "floats"])
-def test_chosen_codes_are_packed_as_if_alone(bits: int, block: int, kept: str) -> None:
+def test_chosen_codes_are_packed_as_if_alone(bits, block, kept):
     """In any order, and where they fill no group of 16 outputs, or one and a part."""
     random = seeded(bits + block)
     scale = torch.rand(50, 3, generator=random) + 0.1

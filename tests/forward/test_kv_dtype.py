@@ -5,7 +5,6 @@ and refused.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +46,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ("method", "kv_dtype"),
     first(1, [("tokenswift", torch.float16), ("snapkv", torch.bfloat16), ("snapkv", torch.int8)]),
 )
-def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None:
+def test_stock_operators_read_it_too(method, kv_dtype):
     """In float64, where all that rounds is the cache: every method's text is plain decoding's,
     and it does round.
     """
@@ -75,7 +74,7 @@ def test_stock_operators_read_it_too(method: str, kv_dtype: torch.dtype) -> None
     assert not torch.allclose(states[0], states[2], rtol=0, atol=1e-6)
 
 
-def test_what_it_is() -> None:
+def test_what_it_is():
     assert kv_dtype_for("auto", torch.float32, CPU, True) == torch.int16
     for dtype, device, program in (
         (torch.float64, CPU, True),
@@ -94,12 +93,12 @@ def test_what_it_is() -> None:
         load(kv_dtype="flot16")
 
 
-def test_auto_is_the_models_own_where_it_would_be_converted_in_every_pass() -> None:
+def test_auto_is_the_models_own_where_it_would_be_converted_in_every_pass():
     assert load(attention="sdpa").target.kv_shape.dtype == torch.float32
     assert load(attention="sdpa", kv_dtype="float16").target.kv_shape.dtype == torch.float16
 
 
-def test_a_model_that_does_not_bear_it_is_refused() -> None:
+def test_a_model_that_does_not_bear_it_is_refused():
     model = tiny_llama("gqa", torch.float32)
     for layer in model.requires_grad_(False).model.layers:
         layer.self_attn.v_proj.weight.mul_(1e7)
@@ -120,14 +119,12 @@ def test_a_model_that_does_not_bear_it_is_refused() -> None:
         (("bfloat16", "bfloat16"), {"dtype": "auto"}, "auto"),
     ],
 )
-def test_a_run_is_judged_with_its_own(
-    recorded: tuple[str, str], typed: dict[str, str], wanted: str
-) -> None:
+def test_a_run_is_judged_with_its_own(recorded, typed, wanted):
     config = RunConfig.of(device="cpu", dtype=recorded[0], kv_dtype=recorded[1])
     assert verification._kv_dtype(config.model, typed) == wanted
 
 
-def test_memory_counts_its_bytes() -> None:
+def test_memory_counts_its_bytes():
     narrow, wide = (
         plan_model(ModelConfig(model="demo", device="cpu", kv_dtype=kind))
         for kind in ("auto", "float32")
@@ -145,7 +142,7 @@ def test_memory_counts_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_rows_of_bytes(bad: float) -> None:
+def test_rows_of_bytes(bad):
     """Each is off by half its own step at most, nothing stays nothing,
     and what is broken is broken.
     """
@@ -165,7 +162,7 @@ def test_rows_of_bytes(bad: float) -> None:
 @pytest.mark.slow
 @needs_program
 @pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # noqa: F811
+def test_the_bundled_models_runs(tswift, tmp_path, kind):  # noqa: F811
     """By default exact in int16; it is recorded, resumed and verified so,
     and what was typed is not forgotten.
     """
@@ -195,7 +192,7 @@ def test_the_bundled_models_runs(tswift, tmp_path: Path, kind: str) -> None:  # 
 
 @pytest.mark.slow
 @needs_program
-def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_from_before_there_was_a_choice_keeps_the_models_own(tswift, tmp_path):  # noqa: F811
     words = ["generate --prompt-text", "The ship", "--method ar --kv-dtype float32 --quiet"]
     tswift(*words, f"--len 40 --out {tmp_path}/whole").ok()
     tswift(*words, f"--len 9 --out {tmp_path}/run").ok()

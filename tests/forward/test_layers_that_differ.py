@@ -4,8 +4,6 @@ and what is told before loading.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -34,7 +32,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", first(2, [*KINDS]))
-def test_what_layers_keep_is_known_before_they_are_loaded(kind: str, tmp_path: Path) -> None:
+def test_what_layers_keep_is_known_before_they_are_loaded(kind, tmp_path):
     checkpoint(ARCHITECTURES[kind], tmp_path)
     target = load(str(tmp_path)).target
     spec = plan_model(ModelConfig(model=str(tmp_path), kv_dtype="float32"))
@@ -58,7 +56,7 @@ def test_what_layers_keep_is_known_before_they_are_loaded(kind: str, tmp_path: P
     assert FullKV(target.kv_shape, 10).nbytes == 10 * shape.kv_bytes
 
 
-def test_layers_with_the_same_keys_choose_by_all_their_queries() -> None:
+def test_layers_with_the_same_keys_choose_by_all_their_queries():
     """A layer that is alone would take other keys than one that is read by two."""
     shared = KVShape(
         2, 1, 4, torch.float64, CPU, True, by_layer=(LayerKV(1, 4, 0), LayerKV(1, 4, 0))
@@ -79,7 +77,7 @@ def test_layers_with_the_same_keys_choose_by_all_their_queries() -> None:
     assert torch.equal(partial.values[1][0, :16], -made[0, partial.positions(0)[0]])
 
 
-def test_layers_that_differ_move_together() -> None:
+def test_layers_that_differ_move_together():
     shape = KVShape(2, 2, 4, torch.float32, CPU, by_layer=(LayerKV(2, 4, 0), LayerKV(1, 8, 1)))
     kv = FullKV(shape, 12)
     for layer, (heads, size, _) in enumerate(shape.kept):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -30,7 +29,6 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.cuda.graphs import sizes
-from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.sampling.parameters import SamplingParams
@@ -46,7 +44,7 @@ class LengthOnDevice(TreeAttention):
     STATIC = True
     MAX_NODES = 128
 
-    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+    def __init__(self, layout, prefix, nodes, ancestors):
         self._end = int(prefix) + nodes
         super().__init__(layout, prefix, nodes, ancestors)
 
@@ -54,7 +52,7 @@ class LengthOnDevice(TreeAttention):
         return super().__call__(query, keys[:, : self._end], values[:, : self._end], scale)
 
     @staticmethod
-    def store(keys, values, new_keys, new_values, length) -> None:
+    def store(keys, values, new_keys, new_values, length):
         end = int(length) + new_keys.shape[1]
         assert end <= keys.shape[1]
         keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
@@ -71,14 +69,14 @@ def text(target: Target, method: str = "tokenswift") -> list[int]:
 
 
 @every_row("limit", [1, 8, 10, 41, 128])
-def test_sizes_fit_every_tree(limit: int) -> None:
+def test_sizes_fit_every_tree(limit):
     found = sizes(limit)
     assert found == sorted(set(found))
     assert found[0] == 1
     assert found[-1] == limit
 
 
-def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
+def test_what_a_pass_gave_stays_when_the_next_one_runs():
     target = static_target()
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 4)
@@ -96,7 +94,7 @@ def test_what_a_pass_gave_stays_when_the_next_one_runs() -> None:
     assert torch.equal(first, before)
 
 
-def test_passes_go_with_their_cache() -> None:
+def test_passes_go_with_their_cache():
     target = static_target()
     kv = FullKV(target.kv_shape, 60)
     target.prepare(kv, 4)
@@ -107,7 +105,7 @@ def test_passes_go_with_their_cache() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["ancestors", "length", "tokens", "positions", None])
-def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
+def test_a_replayed_pass_is_the_pass_itself(mistake):
     """And what is left in place from the pass before shows."""
     target = static_target()
     kv = FullKV(tiny_target().kv_shape, 60)
@@ -131,7 +129,7 @@ def test_a_replayed_pass_is_the_pass_itself(mistake: str | None) -> None:
                 )[1]
 
 
-def test_too_many_nodes_are_refused() -> None:
+def test_too_many_nodes_are_refused():
     with refused("nodes: must be at most 128 with this attention, got 129"):
         make_drafter("reuse", static_target(), None, DraftOptions(nodes=129))
     make_drafter("reuse", tiny_target(), None, DraftOptions(nodes=129))
@@ -143,7 +141,7 @@ def test_too_many_nodes_are_refused() -> None:
     ("name", "method"),
     [("Gemma 2", "ar"), ("Gemma 2", "tokenswift"), ("Mistral 7B v0.1", "medusa")],
 )
-def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, method: str) -> None:
+def test_layers_with_windows_and_soft_caps_decode_on_the_device(name, method):
     """Only passes over a partial cache, whose slots are in no order, are left to the host."""
     known = next(known for known in ARCHITECTURES if known.startswith(name))
     network = ARCHITECTURES[known].make(97).half()
@@ -164,7 +162,7 @@ def test_layers_with_windows_and_soft_caps_decode_on_the_device(name: str, metho
     assert texts[0] == texts[1]
 
 
-def test_a_pass_that_does_not_fit_is_refused() -> None:
+def test_a_pass_that_does_not_fit_is_refused():
     target = static_target()
     kv = FullKV(target.kv_shape, 10)
     target.prepare(kv, 8)
@@ -174,8 +172,8 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Or plain decoding and other methods would begin with different keys and values."""
     target = static_target()
     decoding = Decoding(
@@ -183,7 +181,7 @@ def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(
     )
     prepared = []
 
-    def seen(target: Target, tokens: list[int], kv: FullKV, prompt: int) -> Iterator[Forwarded]:
+    def seen(target, tokens, kv, prompt):
         prepared.append(kv in target.runner.passes)
         return chunks(target, tokens, kv, prompt)
 

@@ -186,7 +186,7 @@ def tree_of(nodes: int, held: int, seed: int = 0) -> tuple[Tensor, Tensor, Tenso
     ("kind", "half"),
     first(3, [*((kind, kind in ("llama", "qwen3")) for kind in KINDS), ("llama", False)]),
 )
-def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
+def test_a_pass_is_the_modeling_codes(kind, half):
     target = target_of(kind, half)
     assert target.runner.program is not None, target.fallbacks
     assert execution_note(target) == PROGRAM
@@ -224,7 +224,7 @@ def test_a_pass_is_the_modeling_codes(kind: str, half: bool) -> None:
     ("kind", "kv_dtype"),
     [*(("llama", kv_dtype) for kv_dtype in KINDS_OF_KV), ("qwen3.5", torch.int16)],
 )
-def test_a_row_has_the_same_bits_in_every_pass(kind: str, kv_dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_every_pass(kind, kv_dtype):
     target = target_of(kind, kv_dtype=kv_dtype)
     held = 150
     nodes = 29
@@ -258,9 +258,7 @@ def test_a_row_has_the_same_bits_in_every_pass(kind: str, kv_dtype: torch.dtype)
         ("olmo2", torch.int16),
     ],
 )
-def test_avx2_has_the_bits_of_avx512(
-    kind: str, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_avx2_has_the_bits_of_avx512(kind, kv_dtype, monkeypatch):
     found = []
     for vectors in (widest_vectors(), ()):
         for module in (products, native):
@@ -274,7 +272,7 @@ def test_avx2_has_the_bits_of_avx512(
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS_OF_KV[1:])
-def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> None:
+def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype):
     """As PyTorch rounds: those of the first layer are the same numbers before,
     whatever the cache's dtype.
     """
@@ -298,7 +296,7 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype: torch.dtype) -> No
 
 
 @pytest.mark.slow
-def test_integers_show_what_is_broken() -> None:
+def test_integers_show_what_is_broken():
     """NaN and infinity become NaN, whoever keeps them;
     and no number that the weights can give is too large.
     """
@@ -330,7 +328,7 @@ def test_integers_show_what_is_broken() -> None:
     ("prompt", "kv_dtype"),
     first(2, [*product(([1, 2, 3, 4, 5], [1, 2, 3, *[4] * 100]), (torch.int16, torch.int8))]),
 )
-def test_what_is_broken_in_a_prompt_is_told(prompt: list[int], kv_dtype: torch.dtype) -> None:
+def test_what_is_broken_in_a_prompt_is_told(prompt, kv_dtype):
     target = target_of(kv_dtype=kv_dtype)
     target.model.get_input_embeddings().weight[3] = torch.nan
     with pytest.raises(NotFinite, match="embed_tokens at position 2"):
@@ -341,16 +339,14 @@ def test_what_is_broken_in_a_prompt_is_told(prompt: list[int], kv_dtype: torch.d
 
 
 def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Integers of a few steps would all be as good as 0; and nothing is filled up."""
     target = target_of(kv_dtype=torch.int16)
     held = list[Tensor]()
     compiled_pass = PassProgram.__call__
 
-    def watched(
-        self: PassProgram, tokens: Tensor, positions: Tensor, kv: FullKV, *rest: Any
-    ) -> Any:
+    def watched(self, tokens, positions, kv, *rest):
         held.append(kv.shape.widened(kv.buffers[0][0, :, : kv.length], 0, 0))
         return compiled_pass(self, tokens, positions, kv, *rest)
 
@@ -374,7 +370,7 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
         ],
     ),
 )
-def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.dtype) -> None:
+def test_every_method_writes_plain_decodings_text(method, kv_dtype):
     """In float32, bit for bit: there are no near-ties between passes of one row and of many."""
     target = target_of(kv_dtype=kv_dtype)
     params = SamplingParams(penalty=1.1)
@@ -394,7 +390,7 @@ def test_every_method_writes_plain_decodings_text(method: str, kv_dtype: torch.d
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(1, 1), (5, 64), (48, 97), (256, 130), (1100, 4000)]
 )
-def test_a_product(inputs: int, outputs: int, threads: int) -> None:
+def test_a_product(inputs, outputs, threads):
     torch.manual_seed(inputs)
     layer = nn.Linear(inputs, outputs, bias=inputs != 48).requires_grad_(False)
     product = PackedLinear(layer.weight, layer.bias)
@@ -414,7 +410,7 @@ def test_a_product(inputs: int, outputs: int, threads: int) -> None:
 class Rounded(nn.Module):
     """A layer of heads as they are drafted with, by PyTorch."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any):
         super().__init__()
         self.codes = quantize(layer.weight, 8)
 
@@ -425,7 +421,7 @@ class Rounded(nn.Module):
 
 
 @pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_heads(kind: str) -> None:
+def test_heads(kind):
     torch.manual_seed(1)
     heads = HEAD_TYPES[kind](48, 3, eps=1e-5).requires_grad_(False)
     for name, weight in heads.named_parameters():
@@ -453,12 +449,12 @@ def test_heads(kind: str) -> None:
         (lambda: nn.Linear(1, 1), "has no program"),
     ],
 )
-def test_what_there_is_no_program_for(made, why: str) -> None:
+def test_what_there_is_no_program_for(made, why):
     with pytest.raises(Unfit, match=why):
         PassProgram(made())
 
 
-def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(monkeypatch) -> None:
+def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(monkeypatch):
     right = PassProgram.__call__
 
     def wrong(self, *given):
@@ -466,7 +462,7 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
         found.hidden.mul_(1.01)
         return found
 
-    def unbuilt(*given: Any) -> PassProgram:
+    def unbuilt(*given):
         raise Unbuilt("needs a C compiler")
 
     monkeypatch.setattr(PassProgram, "__call__", wrong)
@@ -490,9 +486,7 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
     ],
 )
 @pytest.mark.parametrize("drafted", [None, range(5, VOCAB, 3), range(7)])
-def test_all_levels_at_once_are_those_one_by_one(
-    direct: bool, params: SamplingParams, drafted: range | None
-) -> None:
+def test_all_levels_at_once_are_those_one_by_one(direct, params, drafted):
     target = target_of()
     random = seeded(4)
     heads = HEAD_TYPES["conditioned"](48, 3).requires_grad_(False)
@@ -524,7 +518,7 @@ class Quantised(Tensor):
     pass
 
 
-def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
+def test_weights_that_are_no_plain_numbers_bound_no_integers():
     model = network()
     layer = model.model.layers[1].self_attn.v_proj
     layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
@@ -533,7 +527,7 @@ def test_weights_that_are_no_plain_numbers_bound_no_integers() -> None:
 
 
 @pytest.mark.parametrize("program", [True, False])
-def test_changed_weights_bound_integers_anew(program: bool) -> None:
+def test_changed_weights_bound_integers_anew(program):
     target = target_of("qwen2", kv_dtype=torch.int16)
     prompt = [*range(1, 60)]
     if not program:
@@ -551,7 +545,7 @@ def test_changed_weights_bound_integers_anew(program: bool) -> None:
     )
 
 
-def test_changed_weights_are_packed_anew() -> None:
+def test_changed_weights_are_packed_anew():
     target = target_of()
     prompt = [*range(1, 60)]
     before = decode_method("ar", target, prompt, SamplingParams(), 3, 40)
@@ -564,7 +558,7 @@ def test_changed_weights_are_packed_anew() -> None:
     assert before != after == decode_method("ar", fresh, prompt, SamplingParams(), 3, 40)
 
 
-def test_a_cache_that_nobody_asked_for_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_nobody_asked_for_gives_way(monkeypatch):
     monkeypatch.setattr(adapting, "_CACHED", 0)
     with refused("m does not bear a cache in int16"):
         wrap_model(network(), "m", "native", kv_dtype=torch.int16)

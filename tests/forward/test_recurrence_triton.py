@@ -31,7 +31,7 @@ SIZES = [(2, 4, 24, 80, True), (1, 3, 16, 8, False), (1, 1, 1, 1, True), (1, 2, 
 
 
 @pytest.fixture
-def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_a_device(monkeypatch) -> Iterator[None]:
     """Have the kernel step states here, which is tried on few."""
     monkeypatch.setattr(recurrent, "recurrence_library", lambda: None)
     monkeypatch.setattr(recurrent, "_KERNEL", ("cpu",))
@@ -43,12 +43,12 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("nodes", [1, 7])
-def test_it_does_what_operators_do(sizes: tuple[int, int, int, int, bool], nodes: int) -> None:
+def test_it_does_what_operators_do(sizes, nodes):
     tried = 1 if sizes[2] * sizes[3] > 1000 else 3  # the interpreter is slow
     assert not any(check.differ(nodes, sizes, Random(seed), CPU) for seed in range(tried))
 
 
-def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) -> None:
+def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device):
     """The state may be stepped in place."""
     source = seeded(3)
     parents = [-1, 0, 0, 1, 3, 2, -1]
@@ -71,7 +71,7 @@ def test_a_tree_a_path_and_single_steps_have_the_same_bits(on_a_device: None) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen3.5 to 3.8 (gated delta nets)", "Bamba (Mamba2)"])
-def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device: None, kind: str) -> None:
+def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device, kind):
     """Prompt, a tree, and what is replayed of it."""
     if not ARCHITECTURES[kind].there:
         pytest.skip("this transformers has no such model")
@@ -96,13 +96,13 @@ def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device: None, kind: 
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_only_what_it_was_tried_on_is_captured(on_a_device: None) -> None:
+def test_only_what_it_was_tried_on_is_captured(on_a_device):
     assert recurrent.device_kernel(CPU, torch.float32) is kernels
     assert recurrent.device_kernel(CPU, torch.float64) is None
     assert recurrent.device_kernel(torch.device("meta"), torch.float32) is None
 
 
-def test_a_kernel_that_lies_is_not_used(on_a_device: None, monkeypatch) -> None:
+def test_a_kernel_that_lies_is_not_used(on_a_device, monkeypatch):
     right = kernels.step_states
 
     def wrong(rows, state, nodes, parents, after=None):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -85,7 +84,7 @@ class Wide:
 
 
 @pytest.mark.parametrize("kind", first(3, KINDS))
-def test_logits_are_those_of_the_stock_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_the_stock_model(kind, monkeypatch):
     """Which computes its recurrence in single precision whatever the model's: here it does not,
     nor does a norm.
 
@@ -127,8 +126,8 @@ def random_rows(count: int, heads: int, keys: int, values: int) -> tuple[Rows, t
     ("heads", "keys", "values"), first(2, [(4, 24, 80), (2, 16, 16), (6, 128, 128)])
 )
 def test_a_tree_a_path_and_single_steps_have_the_same_bits(
-    compiled: bool, heads: int, keys: int, values: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compiled, heads, keys, values, monkeypatch
+):
     """By parents' states, as a chain, and one by one; in C,
     which gives nearly what PyTorch does.
     """
@@ -206,7 +205,7 @@ def scripted(right: Sequence[int], prompt: int) -> Drafter:
 
 @pytest.mark.parametrize("kind", DECODED)
 @pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float32]))
-def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: torch.dtype) -> None:
+def test_rejected_accepted_and_undrafted_steps_in_any_order(kind, dtype):
     """Bit for bit. A step without a draft after one that accepted reads the states after that one,
     not before.
 
@@ -234,7 +233,7 @@ def test_rejected_accepted_and_undrafted_steps_in_any_order(kind: str, dtype: to
 @pytest.mark.parametrize(
     "kind", [DELTA, DECODED[3], pytest.param(CONVOLVED, marks=pytest.mark.slow)]
 )
-def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
+def test_a_run_killed_after_any_step_goes_on_the_same(kind):
     """After a rejection, after all of a draft was accepted, and before anything was generated."""
     target = target_of(kind, torch.bfloat16)
     prompt = random_prompt(21, 3, WRONG)
@@ -256,9 +255,7 @@ def test_a_run_killed_after_any_step_goes_on_the_same(kind: str) -> None:
 
 
 @needs_program
-def test_a_run_killed_within_its_prompt_goes_on_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_within_its_prompt_goes_on_the_same(tmp_path, monkeypatch):
     """In its first process and in one that resumed it, between two chunks of the prompt."""
     known = ARCHITECTURES[DELTA]
     longer = replace(known, settings={**known.settings, "max_position_embeddings": 4096})
@@ -275,14 +272,14 @@ def test_a_run_killed_within_its_prompt_goes_on_the_same(
         monkeypatch.setattr(module, "load_model", lambda config, ranks: loaded)
     monkeypatch.setattr(files, "_TOKENS", 5)
 
-    def run(begun: job.Job | None) -> None:
+    def run(begun):
         assert begun is not None
         begun.run(lambda text, stats: None)
 
-    def go_on() -> None:
+    def go_on():
         run(resuming.resume(asked.out, {}, False, []))
 
-    def tokens(folder: Path) -> bytes:
+    def tokens(folder):
         return (folder / "tokens.u32").read_bytes()
 
     whole = tmp_path / "whole"
@@ -298,13 +295,13 @@ def test_a_run_killed_within_its_prompt_goes_on_the_same(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory) -> str:
     made = tmp_path_factory.mktemp("recurrent")
     checkpoint(ARCHITECTURES[DELTA], made)
     return str(made)
 
 
-def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder: str) -> None:
+def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder):
     model = load(folder, device="cpu", attention="sdpa")
     assert model.target.kv_shape.layers == 1
     prompt = model.encode("The ship had lain")
@@ -335,9 +332,7 @@ def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder: str) ->
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(
-    folder: str, options: dict[str, str], method: str, match: str
-) -> None:
+def test_what_cannot_be_had_is_refused(folder, options, method, match):
     options = {name: folder if value == "itself" else value for name, value in options.items()}
     with refused(match):
         generate(
@@ -345,7 +340,7 @@ def test_what_cannot_be_had_is_refused(
         )
 
 
-def test_functions_of_transformers_stay_the_same_elsewhere(folder: str) -> None:
+def test_functions_of_transformers_stay_the_same_elsewhere(folder):
     """A model that is wrapped gives its own logits when transformers calls it,
     and so does another one.
     """

@@ -31,7 +31,7 @@ def served(layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
 
 
 @pytest.mark.parametrize("name", [hf.ATTENTION, CAUSAL, window_layers.ATTENDS_SEEN])
-def test_attention(name: str) -> None:
+def test_attention(name):
     rows = drawn(3, 1, 2, 3, 4)
     given = {
         "attention_mask": torch.ones(3, 3, dtype=torch.bool),
@@ -43,13 +43,13 @@ def test_attention(name: str) -> None:
     assert torch.equal(attend(None, *rows, **given, **NEWER)[0], found)
 
 
-def test_the_rule_of_a_mask() -> None:
-    def rule(*_: object) -> None: ...
+def test_the_rule_of_a_mask():
+    def rule(*_): ...
 
     assert AttentionMaskInterface()[hf._PROBE](1, mask_function=rule, **NEWER) == hf._Rule(rule)
 
 
-def test_the_cache_of_a_drafter() -> None:
+def test_the_cache_of_a_drafter():
     keys, values = drawn(2, 1, 2, 3, 4)
     held = []
     for more, named in (((), {}), (({"position": 1},), NEWER)):
@@ -61,8 +61,8 @@ def test_the_cache_of_a_drafter() -> None:
 
 
 @pytest.mark.parametrize("name", recurrent._OURS)
-def test_functions_of_recurrent_layers(name: str) -> None:
-    def answer(*given: Tensor | None) -> Tensor:
+def test_functions_of_recurrent_layers(name):
+    def answer(*given):
         return sum(part.sum() for part in given if part is not None)
 
     run = SimpleNamespace(convolve=answer, recur=answer, scan=answer)

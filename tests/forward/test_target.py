@@ -27,7 +27,7 @@ from tswift.forward.text import prefill
         ("gqa", "eager", 1e-5),
     ],
 )
-def test_logits_are_those_of_the_stock_model(kind: str, attention: str, tolerance: float) -> None:
+def test_logits_are_those_of_the_stock_model(kind, attention, tolerance):
     text = random_prompt(700, 2)  # more than a chunk
     stock = tiny_llama(kind, torch.float64, attention)
     with torch.inference_mode():
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_stock_model(kind: str, attention: str, toleranc
     assert kv.length == 700
 
 
-def test_a_tree_pass_gives_every_path_its_own_logits() -> None:
+def test_a_tree_pass_gives_every_path_its_own_logits():
     target = tiny_target()
     stock = tiny_llama("gqa", torch.float64)
     text = random_prompt(40, 3)
@@ -68,7 +68,7 @@ def test_a_tree_pass_gives_every_path_its_own_logits() -> None:
 
 
 @pytest.mark.slow
-def test_far_positions() -> None:
+def test_far_positions():
     """Past position 4,096, against the stock model on the whole text."""
     text = random_prompt(4200, 4)
     with torch.inference_mode():
@@ -82,7 +82,7 @@ def test_far_positions() -> None:
     torch.testing.assert_close(target.logits(last.hidden), expected, rtol=0, atol=1e-10)
 
 
-def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
+def test_the_queries_of_a_pass_are_rotated_and_one_per_layer():
     target = tiny_target("gqa")
     kv = FullKV(target.kv_shape, 40)
     last = prefill(target, random_prompt(12), kv)
@@ -104,7 +104,7 @@ def test_the_queries_of_a_pass_are_rotated_and_one_per_layer() -> None:
         ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 2.0}),
     ],
 )
-def test_logits_are_the_models_own(config: str, settings: dict[str, object]) -> None:
+def test_logits_are_the_models_own(config, settings):
     model = Architecture(config, settings).make(97)
     ids = torch.arange(9)[None]
     with torch.inference_mode():
@@ -121,7 +121,7 @@ def probed(config: str, **settings: object):
 @pytest.mark.parametrize(
     ("kind", "heads"), [("mha", (4, 4, 8)), ("gqa", (4, 2, 8)), ("mqa", (4, 1, 8))]
 )
-def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int]) -> None:
+def test_an_ordinary_model_wants_nothing(kind, heads):
     seen = probe_attention(tiny_llama(kind, torch.float32, layers=3))
     ((kv_heads, size), layout) = next(iter(seen.layouts.items()))
     assert (kv_heads * layout.groups, kv_heads, size) == heads
@@ -130,7 +130,7 @@ def test_an_ordinary_model_wants_nothing(kind: str, heads: tuple[int, int, int])
 
 
 @pytest.mark.parametrize("window", [1, 7, 511, 512, 100_000])
-def test_windows_are_measured(window: int) -> None:
+def test_windows_are_measured(window):
     found = window if window < 512 else None  # that many positions there are
     assert [each.window for each in probed("MistralConfig", sliding_window=window).layer_specs] == [
         found,
@@ -138,14 +138,14 @@ def test_windows_are_measured(window: int) -> None:
     ]
 
 
-def test_windows_of_some_layers() -> None:
+def test_windows_of_some_layers():
     seen = probed("Gemma2Config", sliding_window=WINDOW, head_dim=8)
     assert [each.window for each in seen.layer_specs] == [WINDOW, None]
     assert {each.softcap for each in seen.layer_specs} == {50.0}
     assert seen.attention_features == f"sliding windows of {WINDOW} tokens and soft-capped scores"
 
 
-def test_a_window_that_is_named_and_not_used() -> None:
+def test_a_window_that_is_named_and_not_used():
     """OLMoE hands its attention a window, and masks as if it had none;
     Llama knows of no windows at all.
     """
@@ -158,7 +158,7 @@ def test_a_window_that_is_named_and_not_used() -> None:
     assert probed("LlamaConfig", sliding_window=WINDOW).attention_features == ""
 
 
-def test_sinks_are_the_models_own() -> None:
+def test_sinks_are_the_models_own():
     model = ARCHITECTURES["gpt-oss (windows, sinks)"].make(97)
     seen = probe_attention(model)
     assert [
@@ -177,7 +177,7 @@ def test_sinks_are_the_models_own() -> None:
         transformers.masking_utils.bidirectional_mask_function,  # sees the future
     ],
 )
-def test_masks_of_another_kind(rule, monkeypatch) -> None:
+def test_masks_of_another_kind(rule, monkeypatch):
     from transformers.models.llama import modeling_llama
 
     def masked(config, **kwargs):
@@ -200,7 +200,7 @@ def test_masks_of_another_kind(rule, monkeypatch) -> None:
         ({"tswift": None}, "keep arguments from their attention"),
     ],
 )
-def test_what_a_layer_may_not_ask(monkeypatch, asked: dict[str, object], match: str) -> None:
+def test_what_a_layer_may_not_ask(monkeypatch, asked, match):
     from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
 
     right = ALL_ATTENTION_FUNCTIONS.get_interface
@@ -219,7 +219,7 @@ def test_what_a_layer_may_not_ask(monkeypatch, asked: dict[str, object], match: 
         probe_attention(tiny_llama("gqa", torch.float32))
 
 
-def test_a_model_with_windows_does_not_replay() -> None:
+def test_a_model_with_windows_does_not_replay():
     from tests.forward.test_passes import LengthOnDevice
 
     windowed = Target(ARCHITECTURES["Mistral 7B v0.1 (sliding window)"].make(97), LengthOnDevice)

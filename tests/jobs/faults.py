@@ -28,7 +28,7 @@ class FaultyOs:
 
     CHANGING = ("open", "write", "fsync", "ftruncate", "replace", "unlink")
 
-    def __init__(self, at: int, fault: str = "kill") -> None:
+    def __init__(self, at: int, fault: str = "kill"):
         self.at = at
         self.fault = fault
         self.calls = 0
@@ -69,7 +69,7 @@ class FaultyOs:
         return call
 
 
-def power_cut(folder: Path, written: dict[int, int], random: Random) -> None:
+def power_cut(folder: Path, written: dict[int, int], random: Random):
     """What a power cut may leave of files that were appended to: what was synced,
     and anything or nothing after it.
     """

@@ -49,7 +49,7 @@ class Process:
         closed: standard streams that are closed from the start, as a shell's ``>&-`` does it.
     """
 
-    def __init__(self, words: Sequence[object], output: Path, closed: Sequence[int] = ()) -> None:
+    def __init__(self, words: Sequence[object], output: Path, closed: Sequence[int] = ()):
         self.output = output
         self.errors = output.with_suffix(".err")
         self._process = _CONTEXT.Process(target=self._run, args=(words, closed), daemon=True)
@@ -57,7 +57,7 @@ class Process:
         PROCESSES.append(self)
         self.pid = self._process.pid
 
-    def _run(self, words: Sequence[object], closed: Sequence[int]) -> None:
+    def _run(self, words: Sequence[object], closed: Sequence[int]):
         for number, path in ((1, self.output), (2, self.errors)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
@@ -67,7 +67,7 @@ class Process:
         with signals_heard():
             sys.exit(tswift(words_of(words)))
 
-    def begin(self) -> None:
+    def begin(self):
         """Wait for its first text."""
         while not (self.output.exists() and self.output.stat().st_size) and self.poll() is None:
             time.sleep(0.005)
@@ -81,13 +81,13 @@ class Process:
         self._process.join(seconds)
         return self.poll()
 
-    def send(self, number: int) -> None:
+    def send(self, number: int):
         """Send it a signal."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def write_record(run: Path, record: dict[str, Any]) -> None:
+def write_record(run: Path, record: dict[str, Any]):
     """A run's record, with the checksum that goes with it."""
     (run / RECORD).write_text(json.dumps({**record, CHECKSUM: checksum(record)}))
 
@@ -128,7 +128,7 @@ def killed_before(
     return process.exitcode != 0
 
 
-def _work_until(call: int, work: Callable[[], object], owner: Any, names: Sequence[str]) -> None:
+def _work_until(call: int, work: Callable[[], object], owner: Any, names: Sequence[str]):
     calls = itertools.count(1)
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ SAID = (
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def model(checkpoint: Path, tmp_path_factory) -> LoadedModel:
     folder = with_template(checkpoint, tmp_path_factory.mktemp("chat") / "tiny")
     return load(str(folder), dtype="float64", draft_model=str(checkpoint))
 
@@ -45,7 +45,7 @@ def talk_by(model: LoadedModel, method: str, **values: object) -> tuple[Chat, li
     return talk, answers
 
 
-def test_answers_are_those_of_a_decode_of_all_that_was_said(model: LoadedModel) -> None:
+def test_answers_are_those_of_a_decode_of_all_that_was_said(model):
     """And so are keys and values, which random weights make little of."""
     config = RunConfig.of(length=24, seed=4, method="recall", prompt_text="a line", chat=True)
     talk = Chat(model, config)
@@ -65,24 +65,24 @@ def test_answers_are_those_of_a_decode_of_all_that_was_said(model: LoadedModel) 
             held = len(prompt) + 20
             torch.testing.assert_close(ours[:, :, :held], theirs[:, :, :held])
         # what recalls the text knows what was likely after each token that was forwarded
-        tables = [each._drafter.memories[0]._tables for each in (talk._last, run.decoding)]  # type: ignore[attr-defined]
+        tables = [each._drafter.memories[0]._tables for each in (talk._last, run.decoding)]
         ours, theirs = (each["ids"][talk.kept : len(prompt) - 1] for each in tables)
         assert np.array_equal(ours, theirs)
     for method in METHODS:
         assert talk_by(model, method)[1] == answers, method
 
 
-def test_an_answer_that_is_left_was_said_so_far(model: LoadedModel) -> None:
+def test_an_answer_that_is_left_was_said_so_far(model):
     talk = Chat(model, RunConfig.of(length=90, method="auto", prompt_text="a line", chat=True))
     pieces = talk.answer(SAID[0])
     begun = next(pieces) + next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert talk._said[-1] == {"role": "assistant", "content": begun}
     assert "".join(talk.answer(SAID[1]))
     assert talk.kept > 64
 
 
-def test_what_leaves_no_room_was_not_said(model: LoadedModel) -> None:
+def test_what_leaves_no_room_was_not_said(model):
     talk = Chat(model, RunConfig.of(length=40, method="ar", prompt_text="a line", chat=True))
     with refused("positions"):
         next(talk.answer("too much " * model.target.max_positions))

@@ -115,14 +115,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @every_row(("options", "message"), REFUSED)
-def test_refused(options: dict[str, Any], message: str) -> None:
+def test_refused(options, message):
     with refused(f"^{re.escape(message)}") as caught:
         RunConfig.of(**{"method": "tokenswift", **options})
     assert "\n" not in str(caught.value)
 
 
 @every_row("text", ["", ",", "1,,2", "1,", "abc", "1.5", "1 2"])
-def test_no_tree(text: str) -> None:
+def test_no_tree(text):
     with refused(r"^tree: wants auto, or numbers and commas, such as 1,3,3,3, got "):
         parse_tree(text)
 
@@ -138,7 +138,7 @@ def test_no_tree(text: str) -> None:
         {"method": "medusa", "min_p": 0.2, "nodes": 16},
     ],
 )
-def test_right(options: dict[str, Any]) -> None:
+def test_right(options):
     config = RunConfig.of(**{"method": "tokenswift", **options})
     recorded = config.recorded()
     assert {
@@ -196,7 +196,7 @@ def test_right(options: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: Any) -> None:
+def test_what_is_loaded_for_methods(methods, asked, found):
     config = ModelConfig(**asked)
     if isinstance(found, dict):
         loaded = to_load(config, methods.split())
@@ -207,7 +207,7 @@ def test_what_is_loaded_for_methods(methods: str, asked: dict[str, Any], found: 
 
 
 @every_row("name", ["length", "method", "seed", "stop_at_eos", "heads"])
-def test_a_record_without_what_all_versions_wrote_is_none(name: str) -> None:
+def test_a_record_without_what_all_versions_wrote_is_none(name):
     asked = {"method": "tokenswift", "length": 7, "seed": 3, "stop": ("a", "b")}
     options = RunConfig.of(prompt="p", **asked).recorded()
     loaded = {"name": "x", "device": "cpu", "dtype": "float32", "attention": "native"}
@@ -231,7 +231,7 @@ Qwen2.5-14b,20,1.0,,0.05,1.13,1024
 """
 
 
-def test_presets_are_table_10() -> None:
+def test_presets_are_table_10():
     rows = {row["model"].lower(): row for row in csv.DictReader(TABLE_10.splitlines())}
     assert list(rows) == list(PRESETS)
     assert rows.keys() <= SHAPES.keys()
@@ -259,7 +259,7 @@ def test_presets_are_table_10() -> None:
         if not ("draft_model" in method.needs or method.speculator_kinds)
     ],
 )
-def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
+def test_a_method_gets_what_it_uses_of_a_preset(method):
     # which refuses what is not used
     config = RunConfig.of(preset="llama3.1-8b", method=method, prompt="x")
     drafting = config.recorded()["drafting"]
@@ -281,7 +281,7 @@ def test_a_method_gets_what_it_uses_of_a_preset(method: str) -> None:
         ({"tree": "auto", "recall": 0}, {"ngrams": 20, "tree": "auto", "recall": 0}),
     ],
 )
-def test_what_was_typed_wins(typed: dict[str, Any], drafting: dict[str, Any]) -> None:
+def test_what_was_typed_wins(typed, drafting):
     plain = RunConfig.of(preset="llama3.1-8b", prompt="x")
     config = RunConfig.of(preset="llama3.1-8b", model="demo", **typed)
     assert (config.model.model, config.recorded()["drafting"]) == ("demo", drafting)
@@ -289,7 +289,7 @@ def test_what_was_typed_wins(typed: dict[str, Any], drafting: dict[str, Any]) ->
     assert config.sampling == replace(plain.sampling, **sampling)
 
 
-def test_ids_are_banned_only_where_they_mean_what_they_should() -> None:
+def test_ids_are_banned_only_where_they_mean_what_they_should():
     texts = {18_328: " assistant", 78_191: "assistant"}
     right = SimpleNamespace(decode=lambda ids: texts[ids[0]])
     assert banned_ids("llama3.1-8b", right, 128_256) == (18_328, 78_191)

@@ -33,7 +33,7 @@ PROMPT = "The ship had lain three days becalmed, and nobody spoke."
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory) -> Path:
     changes = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -73,9 +73,7 @@ def _plain(checkpoint: Path, folder: Path, length: int, **options: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(
-    checkpoint: Path, small: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint, small, tmp_path):
     own = make_checkpoint(
         tmp_path / "own", hidden_size=16, num_hidden_layers=1, intermediate_size=48
     )
@@ -107,15 +105,15 @@ def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any
 
 
 def test_it_is_foreseen_where_nobody_can_say_how_many_heads_the_model_has(
-    checkpoint: Path, small: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoint, small, monkeypatch
+):
     known = _preflight(checkpoint, 50, "standalone", small)
     monkeypatch.setattr(ModelPlan, "heads_count", None)
     assert _preflight(checkpoint, 50, "standalone", small) == known
 
 
 @pytest.mark.parametrize("method", first(1, ["standalone", "auto"]))
-def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
+def test_too_few_positions(method, checkpoint, small):
     with refused() as caught:
         _preflight(checkpoint, 62, method, small)
     wanted = (
@@ -133,9 +131,7 @@ def test_too_few_positions(method: str, checkpoint: Path, small: Path) -> None:
         begin(model, Request(prompt=[1, 2, 3], length=62, method=method))
 
 
-def test_another_vocabulary_is_seen_before_anything_is_loaded(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint, tmp_path):
     other = make_checkpoint(tmp_path / "other", vocab_size=321)
     with refused(r"^draft_model: .* has a vocabulary of 321, .* has 320$"):
         _preflight(checkpoint, 5, "standalone", other)
@@ -144,15 +140,13 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_cpu(monkeypatch):
     """PyTorch has the products of drafting weights for the CPU, too."""
     monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu",))
 
 
 @pytest.mark.slow
-def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
-    checkpoint: Path, tmp_path: Path, on_cpu: None
-) -> None:
+def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(checkpoint, tmp_path, on_cpu):
     job = _start(
         checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int4", dtype="bfloat16"
     )
@@ -174,8 +168,8 @@ def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(
 
 
 def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
-    checkpoint: Path, tmp_path: Path, on_cpu: None
-) -> None:
+    checkpoint, tmp_path, on_cpu
+):
     with refused(r"^draft_weights: reuse does not draft with the model itself; "):
         _start(checkpoint, tmp_path, method="reuse", draft_weights="int4")
     _run(_start(checkpoint, tmp_path, length=20, method="ar"))
@@ -187,7 +181,7 @@ def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
 
 
 @pytest.mark.slow
-def test_drafting_weights_of_methods_side_by_side(checkpoint: Path, on_cpu: None) -> None:
+def test_drafting_weights_of_methods_side_by_side(checkpoint, on_cpu):
     methods = ("ar", "medusa", "magicdec")
     prompt = Prompt("p", tuple(range(1, 9)))
     plan = Plan(prefills=(8,), lens=(20,), warmup=0)

@@ -29,7 +29,7 @@ BEGINNING, ALL = range(1, 40, 2), range(1, 1000)
 
 
 @pytest.fixture
-def asked(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+def asked(checkpoint: Path, tmp_path, monkeypatch) -> RunConfig:
     """A short run with frequent checkpoints and log-probabilities; the model is loaded once."""
     model = real_load(str(checkpoint), dtype="float64", device="cpu")
     for module in (jobs, resuming):
@@ -53,12 +53,12 @@ def asked(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def run(job: Job | None) -> None:
+def run(job: Job | None):
     if job is not None:
         job.run(lambda text, stats: None)
 
 
-def go_on(path: Path, length: int | None = None) -> None:
+def go_on(path: Path, length: int | None = None):
     run(resume(path, {} if length is None else {"length": length}, False, []))
 
 
@@ -70,7 +70,7 @@ def content(path: Path) -> dict[str, bytes]:
     }
 
 
-def check(path: Path, wanted: dict[str, bytes]) -> None:
+def check(path: Path, wanted: dict[str, bytes]):
     """A run is finished, and has made what it was to make."""
     assert content(path) == wanted
     assert [entry.state for entry in list_runs(path)] == ["finished"]
@@ -107,11 +107,11 @@ def failures(
 
 
 @pytest.mark.parametrize("calls", [BEGINNING, pytest.param(ALL, marks=pytest.mark.slow)])
-def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
+def test_a_run(asked, calls):
     path = asked.out
     wanted = whole(asked)
 
-    def after() -> None:
+    def after():
         if (path / RECORD).exists():
             go_on(path)
         else:
@@ -124,9 +124,7 @@ def test_a_run(asked: RunConfig, calls: Iterable[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "calls"), [(LENGTH, ALL), (LONGER, ALL)])
-def test_a_run_that_goes_on(
-    asked: RunConfig, tmp_path: Path, length: int, calls: Iterable[int]
-) -> None:
+def test_a_run_that_goes_on(asked, tmp_path, length, calls):
     """One that was killed, and one that is finished and made longer."""
     path = asked.out
     before = tmp_path / "before"
@@ -136,7 +134,7 @@ def test_a_run_that_goes_on(
     else:
         run(start(replace(asked, out=before), []))
 
-    def after() -> None:
+    def after():
         go_on(path)
         assert content(path)["text.txt"] in texts
         go_on(path, length)

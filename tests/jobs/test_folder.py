@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -45,7 +45,7 @@ PROMPT, TEXT = [5, 6, 7], [11, 12, 13, 14, 15, 2**31]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[RunFolder]:
+def folder(tmp_path) -> Iterator[RunFolder]:
     folder = RunFolder.create(tmp_path / "a" / "b")
     folder.keep_prompt(PROMPT)
     yield folder
@@ -57,9 +57,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 
 @pytest.mark.parametrize("fault", ["full", "broken"])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_a_file_is_replaced_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, fault: str
-) -> None:
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch, call, fault):
     path = tmp_path / "file"
     path.write_bytes(b"old")
     monkeypatch.setattr(files, "os", FaultyOs(call, fault))
@@ -72,9 +70,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_checkpoint_puts_everything_on_the_disk(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_puts_everything_on_the_disk(folder, monkeypatch):
     """Nothing before it, and all of it even if a write is cut short."""
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, bytes(data)[:3]))
@@ -92,9 +88,7 @@ def test_a_checkpoint_puts_everything_on_the_disk(
     assert saved.checkpoints[1].crc32 == crc32(bytes_of([*PROMPT, 1, 2**31, 3]))
 
 
-def test_neither_512_tokens_nor_many_seconds_are_at_stake(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_512_tokens_nor_many_seconds_are_at_stake(folder, monkeypatch):
     for _ in range(1023):
         folder.append([7], "", dict)
     assert folder.saved == 512
@@ -103,7 +97,7 @@ def test_neither_512_tokens_nor_many_seconds_are_at_stake(
     assert folder.saved == 1024
 
 
-def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
+def test_a_record_replaces_the_one_before(folder):
     folder.record(Record(state="running"))
     folder.record(Record(state="finished", options={"out": folder.path}, choices={"ar": 1}))
     record = read_json(folder.path / "run.json")
@@ -119,7 +113,7 @@ def test_a_record_replaces_the_one_before(folder: RunFolder) -> None:
     assert not list(folder.path.glob("*.new"))
 
 
-def test_a_folder_is_for_one_run_and_one_process(folder: RunFolder) -> None:
+def test_a_folder_is_for_one_run_and_one_process(folder):
     assert in_use(folder.path)
     with refused(r"out: .* is in use by another run"):
         RunFolder.create(folder.path)
@@ -131,9 +125,7 @@ def test_a_folder_is_for_one_run_and_one_process(folder: RunFolder) -> None:
     assert not (folder.path / "lock").exists()
 
 
-def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(
-    folder: RunFolder, tmp_path: Path
-) -> None:
+def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(folder, tmp_path):
     folder.discard()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").mkdir()
@@ -153,7 +145,7 @@ def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(
     assert (tmp_path / "run" / "text.txt").read_text() == "five"
 
 
-def test_reopened_where_it_was_left(folder: RunFolder) -> None:
+def test_reopened_where_it_was_left(folder):
     for token, word in ((1, "one"), (2, " two")):
         folder.append([token], word, dict)
         folder.checkpoint({})
@@ -171,7 +163,7 @@ def test_reopened_where_it_was_left(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens.u32", "journal"])
-def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: str) -> None:
+def test_a_link_is_not_written_through(folder, tmp_path, name):
     folder.append([1, 2], "one two", dict)
     folder.checkpoint({})
     folder.close()
@@ -184,9 +176,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path, name: 
     assert (tmp_path / "precious").read_bytes() == before
 
 
-def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "some.new")
     with refused(r"/some\.new cannot be used \(it is a named pipe\)$"):
         write_whole(tmp_path / "some", b"")
@@ -196,19 +186,17 @@ def test_a_pipe_that_has_come_since_it_was_looked_at_is_not_waited_for(
 
 
 @pytest.mark.parametrize("goes", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
-def test_a_folder_that_goes_is_noticed(folder: RunFolder, goes: Callable[[Path], object]) -> None:
+def test_a_folder_that_goes_is_noticed(folder, goes):
     folder.append([1, 2], "one two", dict)
     goes(folder.path)
     with pytest.raises(SaveFailed, match="was removed or moved"):
         folder.checkpoint({})
 
 
-def test_a_clock_that_was_set_back_takes_no_name_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_clock_that_was_set_back_takes_no_name_twice(tmp_path, monkeypatch):
     class Stopped(module.datetime):
         @classmethod
-        def now(cls, tz=None) -> Stopped:
+        def now(cls, tz=None):
             return cls(2020, 1, 1, tzinfo=tz)
 
     monkeypatch.setattr(module, "datetime", Stopped)
@@ -225,7 +213,7 @@ COUNTERS = st.dictionaries(
 
 
 @given(counts=st.sets(st.integers(1, 2**40), max_size=6), data=st.data())
-def test_checkpoints_come_back(counts: set[int], data: st.DataObject) -> None:
+def test_checkpoints_come_back(counts, data):
     checkpoints = [
         Checkpoint(n, data.draw(st.integers(0, 2**32 - 1)), data.draw(COUNTERS))
         for n in sorted(counts)
@@ -239,7 +227,7 @@ def test_checkpoints_come_back(counts: set[int], data: st.DataObject) -> None:
 
 
 @given(content=st.binary(max_size=200))
-def test_anything_can_be_read(content: bytes) -> None:
+def test_anything_can_be_read(content):
     journal = parse_journal(content)
     assert not journal.checkpoints
     assert journal.truncated or journal.broken or not content
@@ -252,7 +240,7 @@ def test_anything_can_be_read(content: bytes) -> None:
         *(b'{"tokens":5,"crc32":2}', b'{"tokens":5.5,"crc32":2}', b'{"tokens":6,"crc32":null}'),
     ],
 )
-def test_a_line_that_says_nothing_or_does_not_rise_is_broken(text: bytes) -> None:
+def test_a_line_that_says_nothing_or_does_not_rise_is_broken(text):
     line = b"%s\t%08x\n" % (text, crc32(text))
     good = Checkpoint(5, 1).line()
     assert parse_journal(good + line).truncated
@@ -269,7 +257,7 @@ def journaled(folder: Path, counts: list[int], tokens: list[int] = TEXT) -> Path
     return folder
 
 
-def test_what_was_saved(tmp_path: Path) -> None:
+def test_what_was_saved(tmp_path):
     saved = read_saved(journaled(tmp_path, []), PROMPT)
     assert (saved.tokens, saved.unsure, saved.damage, saved.checkpoints[-1].end) == ([], 6, "", 0)
     saved = read_saved(journaled(tmp_path, [2, 5]), PROMPT)
@@ -285,7 +273,7 @@ def test_what_was_saved(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(1, 40))
-def test_a_torn_last_line_is_no_damage(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_torn_last_line_is_no_damage(tmp_path_factory, cut):
     folder = journaled(tmp_path_factory.mktemp("torn"), [2, 5])
     lines = (folder / "journal").read_bytes()
     (folder / "journal").write_bytes(lines[:-cut])
@@ -294,9 +282,7 @@ def test_a_torn_last_line_is_no_damage(tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(data=st.data())
-def test_every_changed_bit_is_seen(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_every_changed_bit_is_seen(tmp_path_factory, data):
     folder = journaled(tmp_path_factory.mktemp("flipped"), [2, 4, 5])
     name = data.draw(st.sampled_from(["journal", "tokens.u32"]))
     content = bytearray((folder / name).read_bytes())
@@ -313,7 +299,7 @@ def test_every_changed_bit_is_seen(
 # --- the record
 
 
-def test_reads_everything(tmp_path: Path) -> None:
+def test_reads_everything(tmp_path):
     (tmp_path / "prompt.u32").write_bytes(bytes_of(PROMPT))
     sampling = {
         "temperature": 0.5,
@@ -361,7 +347,7 @@ def test_reads_everything(tmp_path: Path) -> None:
     ("data", "message"),
     [(b"1234567", "is not a file of uint32: it has 7 bytes"), (b"", "holds no tokens")],
 )
-def test_what_is_no_file_of_tokens(tmp_path: Path, data: bytes, message: str) -> None:
+def test_what_is_no_file_of_tokens(tmp_path, data, message):
     (tmp_path / "some.u32").write_bytes(data)
     with refused(f"^tokens: .*some.u32 {message}"):
         read_tokens(tmp_path / "some.u32", "tokens")
@@ -380,7 +366,7 @@ def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:
     return folder
 
 
-def test_a_list_says_every_state(tmp_path: Path) -> None:
+def test_a_list_says_every_state(tmp_path):
     running = made(tmp_path / "d", "running", "2026-01-04")
     running.append([1, 2, 3], "", dict)
     running.checkpoint({"seconds": 1.5})
@@ -410,7 +396,7 @@ def test_a_list_says_every_state(tmp_path: Path) -> None:
     loading.close()
 
 
-def test_a_list_of_nothing_and_of_a_journal_that_would_never_end(tmp_path: Path) -> None:
+def test_a_list_of_nothing_and_of_a_journal_that_would_never_end(tmp_path):
     assert list_runs(tmp_path) == []
     with refused("there is no folder"):
         list_runs(tmp_path / "none")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tswift
-from tests.helpers import needs_program
+from tests.helpers import needs_program, tokens_of
 from tests.jobs.killing import Process
 from tswift.jobs import folder
 from tswift.jobs.folder import list_runs, read_run
@@ -20,7 +20,7 @@ from tswift.jobs.resuming import resume
 
 
 @pytest.fixture
-def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def words(checkpoint: Path, tmp_path, monkeypatch) -> list[object]:
     monkeypatch.setattr(folder, "_TOKENS", 64)  # the processes are forked from this one
     (tmp_path / "prompt.txt").write_text("The ship had lain three days becalmed.")
     where = f"--model {checkpoint} --prompt {tmp_path}/prompt.txt --len 800 --quiet"
@@ -28,7 +28,7 @@ def words(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None:
+def test_asked_to_stop(words, tmp_path, number):
     process = Process(["generate", *words, "ar", f"--out {tmp_path}/run"], tmp_path / "out")
     process.begin()
     process.send(number)
@@ -39,7 +39,7 @@ def test_asked_to_stop(words: list[object], tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.slow
-def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> None:
+def test_two_processes_on_one_folder(words, tmp_path):
     first = Process(["generate", *words, "ar", f"--out {tmp_path}/run"], tmp_path / "first.out")
     first.begin()
     second = Process([f"generate --resume {tmp_path}/run"], tmp_path / "second.out")
@@ -53,7 +53,7 @@ def test_two_processes_on_one_folder(words: list[object], tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("signals_heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_raises_when_patience_is_at_its_end(number: int) -> None:
+def test_a_signal_raises_when_patience_is_at_its_end(number):
     before = signal.getsignal(number)
     with Signals() as signals:
         signals.patience = 1
@@ -66,7 +66,7 @@ def test_a_signal_raises_when_patience_is_at_its_end(number: int) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_what_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -82,7 +82,7 @@ FOLDER = Path(__file__).parent / "interrupted"  # made at commit 53d1036, killed
 
 @pytest.mark.slow
 @needs_program
-def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
+def test_it_goes_on_to_the_text_it_would_have_become(tmp_path):
     folder = shutil.copytree(FOLDER, tmp_path / "run")
     before = np.fromfile(folder / "tokens.u32", "<u4").tolist()
     run = read_run(folder)
@@ -94,4 +94,4 @@ def test_it_goes_on_to_the_text_it_would_have_become(tmp_path: Path) -> None:
     steps = tswift.generate(
         model, run.prompt, 400, method="ar", params=run.params, seed=run.config.text.seed
     )
-    assert tokens == [token for step in steps for token in step.tokens]
+    assert tokens == tokens_of(steps)

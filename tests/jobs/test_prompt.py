@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tswift.jobs import config as module
 from tswift.jobs.config import first_tokens, read_prompt, render_chat
 
 
-def test_take() -> None:
+def test_take():
     tokens = list(range(5000))
     assert first_tokens(tokens, None, bundled=False) == tokens
     assert first_tokens(tokens, None, bundled=True) == tokens[:1024]
@@ -25,7 +24,7 @@ def test_take() -> None:
         first_tokens(tokens, 5001, bundled=False)
 
 
-def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_as_large_as_it_may_be(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 10)
     path = tmp_path / "prompt.txt"
     path.write_text("0123456789")
@@ -35,7 +34,7 @@ def test_a_prompt_as_large_as_it_may_be(tmp_path: Path, monkeypatch: pytest.Monk
         read_prompt(str(path), "system")
 
 
-def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
+def test_standard_input_is_read_no_further_than_a_prompt_may_be_long():
     code = (
         "from tswift.jobs.config import read_prompt; import tswift.jobs.config as p; p.MAX_BYTES "
         "= 1000\n"
@@ -50,7 +49,7 @@ def test_standard_input_is_read_no_further_than_a_prompt_may_be_long() -> None:
     ), done.stderr
 
 
-def test_what_a_shell_pipes_in_by_name() -> None:
+def test_what_a_shell_pipes_in_by_name():
     reading, writing = os.pipe()  # as for <(command)
     os.write(writing, b"\xef\xbb\xbfThe ship")  # a byte order mark is no text
     os.close(writing)
@@ -100,9 +99,7 @@ NO_SYSTEM = (
         ),
     ],
 )
-def test_a_chat_by_its_template(
-    checkpoint: Path, template: str | None, system: str | None, found: str
-) -> None:
+def test_a_chat_by_its_template(checkpoint, template, system, found):
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.chat_template = template
     said = {"system": system, "user": "Hello!"}

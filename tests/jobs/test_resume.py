@@ -51,7 +51,7 @@ def model(checkpoint: Path) -> LoadedModel:
 
 
 @pytest.fixture(autouse=True)
-def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(model: LoadedModel, monkeypatch):
     """The model is loaded once, and checkpoints are frequent."""
     for module in (jobs, resuming):
         monkeypatch.setattr(module, "load_model", lambda config, ranks: model)
@@ -59,7 +59,7 @@ def quick(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(checkpoint: Path, tmp_path: Path) -> RunConfig:
+def asked(checkpoint: Path, tmp_path) -> RunConfig:
     sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
     text = {
         "prompt_text": "Once, and then again: naïve café.",
@@ -102,14 +102,14 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def whole(asked: RunConfig, tmp_path: Path) -> Files:
+def whole(asked: RunConfig, tmp_path) -> Files:
     """Tokens and text of an undisturbed run."""
     run(start(with_method(asked, "ar", out=tmp_path / "whole"), []))
     return in_folder(tmp_path / "whole")
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+def faulty(monkeypatch) -> Iterator[Faulty]:
     def make(at: int, fault: str = "kill") -> FaultyOs:
         system = FaultyOs(at, fault)
         for written_by in (files, saving):
@@ -149,7 +149,7 @@ def killed_at(moment: int, job: Job | None, faulty: Faulty) -> FaultyOs:
         for name in METHODS
     ],
 )
-def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, method: str) -> None:
+def test_killed_at_any_call(asked, whole, faulty, method):
     """At random calls, in turn by a kill and by a power cut; killed once more while going on."""
     asked = with_method(asked, method)
     count = calls_of(asked, faulty)
@@ -173,7 +173,7 @@ def test_killed_at_any_call(asked: RunConfig, whole: Files, faulty: Faulty, meth
 
 
 @pytest.mark.slow
-def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Faulty) -> None:
+def test_killed_around_a_stop_string(asked, whole, faulty):
     """At calls from a third of the way to the end: tokens, text,
     end and log-probabilities of an undisturbed run.
     """
@@ -203,13 +203,11 @@ def test_killed_around_a_stop_string(asked: RunConfig, whole: Files, faulty: Fau
         shutil.rmtree(folder)
 
 
-def test_killed_while_the_prompt_is_prefilled(
-    asked: RunConfig, whole: Files, faulty: Faulty
-) -> None:
+def test_killed_while_the_prompt_is_prefilled(asked, whole, faulty):
     job = start(asked, [])
     system = faulty(0)
 
-    def kill(done: int, total: int) -> None:
+    def kill(done, total):
         system.dead = True
         raise Killed
 
@@ -223,9 +221,7 @@ def test_killed_while_the_prompt_is_prefilled(
     assert in_folder(asked.out) == whole
 
 
-def test_a_power_cut_takes_nothing_from_a_finished_run(
-    asked: RunConfig, whole: Files, faulty: Faulty
-) -> None:
+def test_a_power_cut_takes_nothing_from_a_finished_run(asked, whole, faulty):
     """Nobody would write its text anew: there is nothing left to go on with."""
     job = start(asked, [])
     system = faulty(0)
@@ -238,9 +234,7 @@ def test_a_power_cut_takes_nothing_from_a_finished_run(
 @pytest.mark.parametrize(
     ("fault", "part"), first(1, [("full", 0.2), ("broken", 0.5), ("full", 0.9)])
 )
-def test_a_disk_that_fails(
-    asked: RunConfig, whole: Files, faulty: Faulty, fault: str, part: float
-) -> None:
+def test_a_disk_that_fails(asked, whole, faulty, fault, part):
     count = calls_of(asked, faulty)
     faulty(0)
     job = start(asked, [])
@@ -260,7 +254,7 @@ def test_a_disk_that_fails(
 
 
 def stopping_at(count: int, error: BaseException) -> Any:
-    def show(text: str, stats: Any) -> None:
+    def show(text: str, stats: Any):
         if stats.tokens >= count:
             raise error
 
@@ -273,7 +267,7 @@ def interrupted(asked: RunConfig) -> Path:
     return asked.out
 
 
-def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None:
+def test_log_probabilities_that_are_missing_are_damage(asked):
     folder = interrupted(replace(asked, logprobs=0))
     made = in_folder(folder)[0]
     path = folder / "logprobs.bin"
@@ -289,9 +283,7 @@ def test_log_probabilities_that_are_missing_are_damage(asked: RunConfig) -> None
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_a_changed_bit_of_log_probabilities_is_damage(
-    asked: RunConfig, whole: Files, old: bool
-) -> None:
+def test_a_changed_bit_of_log_probabilities_is_damage(asked, whole, old):
     """Wherever it is, at every resumption; an older journal has no checksum of them,
     and vouches for tokens alone.
     """
@@ -314,7 +306,7 @@ def test_a_changed_bit_of_log_probabilities_is_damage(
     np.testing.assert_allclose(again[: len(rows)], rows, rtol=0, atol=1e-9)
 
 
-def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole: Files) -> None:
+def test_another_text_than_that_of_the_tokens_is_refused(asked, whole):
     run(start(asked, []))
     path = asked.out / "text.txt"
     for forged in (b"", whole[1][:-1], whole[1] + b"!", b"!" + whole[1][1:]):
@@ -328,7 +320,7 @@ def test_another_text_than_that_of_the_tokens_is_refused(asked: RunConfig, whole
         resume(asked.out, {}, False, [])
 
 
-def test_what_a_resumed_run_records(asked: RunConfig, whole: Files) -> None:
+def test_what_a_resumed_run_records(asked, whole):
     folder = interrupted(asked)
     before = record_of(folder)
     assert before["state"] == "interrupted"
@@ -352,9 +344,7 @@ def test_what_a_resumed_run_records(asked: RunConfig, whole: Files) -> None:
     assert (figures["tokens"], figures["distinct"]["1"]) == (LENGTH, len(set(whole[0])) / LENGTH)
 
 
-def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(
-    asked: RunConfig, whole: Files
-) -> None:
+def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(asked, whole):
     run(start(changed(asked, {"length": 50}), []))
     before = {path.name: path.read_bytes() for path in asked.out.iterdir()}
     assert resume(asked.out, {"length": 50}, False, []) is None
@@ -366,7 +356,7 @@ def test_a_finished_run_has_nothing_left_to_do_but_to_become_longer(
     assert record_of(asked.out)["options"]["length"] == LENGTH
 
 
-def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
+def test_ended_by_an_end_of_text(asked):
     sampling = {"temperature": 100.0, "min_p": 0.0}
     run(start(with_method(asked, "ar", length=3000, stop_at_eos=True, seed=4, **sampling), []))
     text = in_folder(asked.out)
@@ -382,9 +372,7 @@ def test_ended_by_an_end_of_text(asked: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("recall", "reuses"), [pytest.param(None, False, marks=needs_program), (0, True)]
 )
-def test_what_a_tree_that_pays_does_not_use_is_refused(
-    asked: RunConfig, recall: int | None, reuses: bool
-) -> None:
+def test_what_a_tree_that_pays_does_not_use_is_refused(asked, recall, reuses):
     folder = interrupted(changed(asked, {"tree": "auto", "recall": recall}))
     message = (
         "the run was made with 20, got 7" if reuses else "tokenswift does not use it with tree auto"
@@ -393,7 +381,7 @@ def test_what_a_tree_that_pays_does_not_use_is_refused(
         resume(folder, {"ngrams": 7}, False, [])
 
 
-def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
+def test_another_model_is_refused(asked, model):
     """By one bit of its weights; nothing is changed, and the folder is free again."""
     folder = interrupted(asked)
     weight = model.target.model.get_input_embeddings().weight
@@ -407,9 +395,7 @@ def test_another_model_is_refused(asked: RunConfig, model: LoadedModel) -> None:
     assert not in_use(folder)
 
 
-def test_another_tokenizer_is_refused(
-    asked: RunConfig, model: LoadedModel, whole: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tokenizer_is_refused(asked, model, whole, monkeypatch):
     """Of a run whose record tells of one, which those of earlier versions did not."""
     folder = interrupted(asked)
     other = deepcopy(model.tokenizer)
@@ -427,7 +413,7 @@ def test_another_tokenizer_is_refused(
     assert go_on(folder).tokens == whole[0]
 
 
-def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: Files) -> None:
+def test_damage_is_told_and_can_be_discarded(asked, whole):
     folder = interrupted(asked)
     data = bytearray((folder / "tokens.u32").read_bytes())
     data[4 * 25] ^= 1
@@ -442,8 +428,8 @@ def test_damage_is_told_and_can_be_discarded(asked: RunConfig, whole: Files) -> 
     assert in_folder(folder) == whole
 
 
-def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
-    def show(text: str, stats: Any) -> None:
+def test_a_folder_that_was_removed_ends_the_job(asked):
+    def show(text, stats):
         if stats.tokens >= 40 and asked.out.exists():
             shutil.rmtree(asked.out)
 
@@ -462,9 +448,7 @@ def test_a_folder_that_was_removed_ends_the_job(asked: RunConfig) -> None:
         ZeroDivisionError(),
     ],
 )
-def test_what_breaks_in_a_step(
-    asked: RunConfig, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_what_breaks_in_a_step(asked, monkeypatch, error):
     """Memory that runs out is told in a line; a mistake of ours is not hidden.
 
     What was made is saved.
@@ -474,7 +458,7 @@ def test_what_breaks_in_a_step(
     real = type(job.model.target).forward
     calls = []
 
-    def forward(*arguments: Any) -> Any:
+    def forward(*arguments):
         calls.append(1)
         if len(calls) > 30:
             raise error
@@ -491,15 +475,13 @@ def test_what_breaks_in_a_step(
     assert read_saved(asked.out, job.prompt).tokens == job.tokens != []
 
 
-def test_a_signal_lets_the_step_under_way_finish(
-    asked: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_lets_the_step_under_way_finish(asked, monkeypatch):
     job = start(asked, [])
     made = list[int]()
     target = job.model.target
     real = type(job.model.target).forward
 
-    def forward(*arguments: Any) -> Any:
+    def forward(*arguments):
         if len(job.tokens) > 20 and not made:
             made.append(len(job.tokens))
             os.kill(os.getpid(), signal.SIGTERM)
@@ -512,7 +494,7 @@ def test_a_signal_lets_the_step_under_way_finish(
     assert in_folder(asked.out)[0] == job.tokens
 
 
-def test_a_job_that_cannot_begin_leaves_no_folder(asked: RunConfig, tmp_path: Path) -> None:
+def test_a_job_that_cannot_begin_leaves_no_folder(asked, tmp_path):
     with refused(r"^prefill: asks for 99 tokens"):
         start(changed(asked, {"prefill": 99, "out": tmp_path / "deep" / "run"}), [])
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ def _pieces(tokenizer: Any, tokens: list[int], step: int) -> list[str]:
 class Plain:
     """A tokenizer as transformers wraps it."""
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer):
         self.backend_tokenizer = backend
 
 
@@ -41,14 +41,13 @@ def merging() -> Any:
     return train_tokenizer(["日本語の文字、絵文字😀😁😂🤣と größer ÄÖÜ — ψυχή"] * 5, 420)
 
 
-def _whole(tokenizer: Any, tokens: list[int]) -> str:
-    text: str = tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
-    return text
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_random_tokens_decode_as_a_whole(tokenizer: Any, merging: Any, data: st.DataObject) -> None:
+def test_random_tokens_decode_as_atext_of(tokenizer, merging, data):
     used = data.draw(st.sampled_from([tokenizer, merging]))
     # the first are bytes: all of them, ASCII apart, or none
     least = data.draw(st.sampled_from([0, 100, 262]))
@@ -56,30 +55,28 @@ def test_random_tokens_decode_as_a_whole(tokenizer: Any, merging: Any, data: st.
         st.lists(st.integers(min(least, len(used) - 9), len(used) - 1), max_size=150)
     )
     pieces = _pieces(used, tokens, data.draw(st.integers(1, 4)))
-    assert "".join(pieces) == _whole(used, tokens)
+    assert "".join(pieces) == text_of(used, tokens)
     assert "".join(pieces) == "".join(_pieces(used, tokens, 1))
 
 
-def _ended(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[str, str | None, int]:
-    """Text, string, and tokens up to the one that completes it,
-    tried token by token on texts decoded whole.
+def first_stop(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[int, str, str | None]:
+    """How many tokens, which text and which string, tried token by token on texts decoded whole;
+    independent of :class:`TextStream`.
     """
     for count in range(1, len(tokens) + 1):
-        text = _whole(tokenizer, tokens[:count]).rstrip("\ufffd")
+        text = text_of(tokenizer, tokens[:count]).rstrip("\ufffd")
         found = [
             (text.index(each) + len(each), text.index(each), each) for each in stop if each in text
         ]
         if found:
             _, begin, each = min(found)
-            return text[:begin], each, count
-    return _whole(tokenizer, tokens), None, len(tokens)
+            return count, text[:begin], each
+    return len(tokens), text_of(tokenizer, tokens), None
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_the_text_ends_before_the_first_stop_string(
-    tokenizer: Any, merging: Any, data: st.DataObject
-) -> None:
+def test_the_text_ends_before_the_first_stop_string(tokenizer, merging, data):
     """Across tokens, in the middle of one, where one begins a character;
     whatever is added together.
     """
@@ -88,7 +85,7 @@ def test_the_text_ends_before_the_first_stop_string(
         tokens = used(data.draw(st.text("ab 日本語größe\n", max_size=30)))["input_ids"]
     else:
         tokens = data.draw(st.lists(st.integers(0, len(used) - 9), max_size=40))
-    whole = _whole(used, tokens)
+    whole = text_of(used, tokens)
     at = data.draw(st.integers(0, len(whole)))
     stop = [
         *data.draw(st.lists(st.text("ab日語 \n", min_size=1, max_size=3), max_size=2)),
@@ -96,7 +93,7 @@ def test_the_text_ends_before_the_first_stop_string(
         "abab",
     ]
     stop = [each for each in stop if each and "\ufffd" not in each]
-    text, each, count = _ended(used, tokens, stop)
+    count, text, each = first_stop(used, tokens, stop)
     stream = TextStream(used, TextRules(tuple(stop), skip_special=False))
     pieces = []
     step = data.draw(st.integers(1, 4))
@@ -108,8 +105,8 @@ def test_the_text_ends_before_the_first_stop_string(
     assert "".join(pieces) + stream.finish() == text
 
 
-def test_what_may_become_a_stop_string_is_held_back(tokenizer: Any) -> None:
-    def pieces(text: str, *stop: str) -> list[str]:
+def test_what_may_become_a_stop_string_is_held_back(tokenizer):
+    def pieces(text, *stop):
         stream = TextStream(tokenizer, TextRules(stop))
         return [*(stream.add(tokenizer(each)["input_ids"]) for each in text), stream.finish()]
 
@@ -120,7 +117,7 @@ def test_what_may_become_a_stop_string_is_held_back(tokenizer: Any) -> None:
     assert pieces("abcd", "abcde", "bc") == ["", "", "a", "", ""]
 
 
-def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
+def test_what_is_kept_does_not_grow(tokenizer, merging):
     rng = random.Random(2)
     byte = tokenizer("é")["input_ids"]
     assert len(byte) == 2
@@ -139,7 +136,7 @@ def test_what_is_kept_does_not_grow(tokenizer: Any, merging: Any) -> None:
         assert longest <= 40
 
 
-def test_a_tokenizer_that_falls_back_to_bytes() -> None:
+def test_a_tokenizer_that_falls_back_to_bytes():
     """As Llama 2's: a space is put before the text and stripped,
     characters it does not know are bytes.
     """

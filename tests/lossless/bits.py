@@ -13,6 +13,7 @@ import torch
 import tswift
 from tests.attention.oracle import by, case
 from tests.forward.test_program import KINDS_OF_KV, target_of
+from tests.helpers import tokens_of
 from tswift.attention.native import NativeAttention
 from tswift.forward.exact_passes import fingerprint
 
@@ -50,10 +51,10 @@ def text(dtype: str) -> str:
     model = tswift.load("demo", dtype=dtype, device="cpu")
     prompt = model.encode(PROMPT.read_text()[:600])[:90]
     steps = tswift.generate(model, prompt, TOKENS, method="medusa", seed=1)
-    return bits(torch.tensor([token for step in steps for token in step.tokens]))
+    return bits(torch.tensor(tokens_of(steps)))
 
 
-def main() -> None:
+def main():
     """Print the hashes."""
     program = {}
     for threads in (2, 1):

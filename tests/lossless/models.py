@@ -53,7 +53,7 @@ class ExactOnDevice(BatchInvariantAttention):
 
     STATIC = True
 
-    def __init__(self, layout, prefix, nodes, ancestors) -> None:
+    def __init__(self, layout, prefix, nodes, ancestors):
         self._end = int(prefix) + nodes
         super().__init__(layout, prefix, nodes, ancestors)
 
@@ -61,7 +61,7 @@ class ExactOnDevice(BatchInvariantAttention):
         return super().__call__(query, keys[:, : self._end], values[:, : self._end], scale, **wants)
 
     @staticmethod
-    def store(keys, values, new_keys, new_values, length) -> None:
+    def store(keys, values, new_keys, new_values, length):
         end = int(length) + new_keys.shape[1]
         assert end <= keys.shape[1]
         keys[:, int(length) : end], values[:, int(length) : end] = new_keys, new_values
@@ -78,7 +78,7 @@ class CodesOnDevice(ExactOnDevice):
         return super().__call__(query, keys, values, scale, **wants)
 
     @staticmethod
-    def store(keys, values, new_keys, new_values, length) -> None:
+    def store(keys, values, new_keys, new_values, length):
         slots = slice(int(length), int(length) + new_keys.shape[1])
         assert slots.stop <= keys.shape[1]
         for codes, new in ((keys, new_keys), (values, new_values)):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -80,15 +79,13 @@ def same(target: Target, held: int, seed: int, length: int = TEXT, prepared: int
     beyond=st.integers(-TEXT, 70),
     seed=st.integers(0, 1 << 16),
 )
-def test_plain_passes_trees_and_chunks_have_the_same_bits(
-    kind, dtype, border, beyond, seed
-) -> None:
+def test_plain_passes_trees_and_chunks_have_the_same_bits(kind, dtype, border, beyond, seed):
     assert same(exact_target(kind, dtype), max(0, border + beyond), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_architecture(kind: str) -> None:
+def test_every_architecture(kind):
     for dtype in DTYPES:
         assert same(exact_target(kind, dtype), 0, 1, length=24), dtype
 
@@ -97,7 +94,7 @@ def test_every_architecture(kind: str) -> None:
     ("kind", "dtype"),
     [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float32)],
 )
-def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
+def test_replayed_passes(kind, dtype):
     """Which take the length from the device, and are filled up with nodes of their own."""
     target = exact_target(kind, dtype, ExactOnDevice)
     assert target.replays
@@ -115,14 +112,14 @@ def test_replayed_passes(kind: str, dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_native_attention(held: int, dtype: torch.dtype) -> None:
+def test_native_attention(held, dtype):
     target = exact_target(WIDE, dtype, BACKENDS["native"]())
     assert same(target, held, 5)
 
 
 @needs_triton
 @pytest.mark.slow
-def test_triton_attention() -> None:
+def test_triton_attention():
     """Interpreted, which takes a tenth of a second for every layer of a pass."""
     target = Target(network("Gemma 2 (windows, soft caps)", torch.bfloat16), BACKENDS["triton"]())
     target.fixed_rows = 5
@@ -132,19 +129,19 @@ def test_triton_attention() -> None:
 Patch = pytest.MonkeyPatch
 
 
-def wide_verification(patch: Patch) -> None:
+def wide_verification(patch: Patch):
     right = module.rows_of
     patch.setattr(module, "rows_of", lambda width, kv, nodes: right(width, kv, nodes) + (nodes > 1))
 
 
-def narrow_plain_passes(patch: Patch) -> None:
+def narrow_plain_passes(patch: Patch):
     right = module.rows_of
     patch.setattr(
         module, "rows_of", lambda width, kv, nodes: 1 if nodes == 1 else right(width, kv, nodes)
     )
 
 
-def large_chunks(patch: Patch) -> None:
+def large_chunks(patch: Patch):
     """A prompt's are 512 tokens, and not filled up."""
 
     right = text.chunks
@@ -169,7 +166,7 @@ def large_chunks(patch: Patch) -> None:
         patch.setattr(f"{each}.chunks", chunks)
 
 
-def bare_lm_head(patch: Patch) -> None:
+def bare_lm_head(patch: Patch):
     patch.setattr(Target, "logits", lambda self, hidden: self.output(hidden))
 
 
@@ -184,7 +181,7 @@ OF_WIDTH: dict[str, Callable[[Patch], None]] = {
 @pytest.mark.parametrize(
     ("name", "dtype"), first(1, zip(OF_WIDTH, (*DTYPES, DTYPES[0]), strict=True))
 )
-def test_bits_see_another_width(name: str, dtype: torch.dtype, monkeypatch: Patch) -> None:
+def test_bits_see_another_width(name, dtype, monkeypatch):
     """Products whose bits depend on the number of rows: with some on every machine,
     here with each.
     """
@@ -238,17 +235,13 @@ def with_module(place: str, module: type, dtype: torch.dtype) -> Target:
 
 @pytest.mark.parametrize("module", [OverRows, ByPlace])
 @pytest.mark.parametrize(("place", "dtype"), zip(PLACES, DTYPES, strict=True))
-def test_a_module_that_looks_beyond_its_row_is_named(
-    place: str, module: type, dtype: torch.dtype
-) -> None:
+def test_a_module_that_looks_beyond_its_row_is_named(place, module, dtype):
     with pytest.raises(Inexact, match=rf"^the result of {place}\.1 depends on"):
         fingerprint(with_module(place, module, dtype))
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(
-    place: str, monkeypatch
-) -> None:
+def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(place, monkeypatch):
     target = with_module(place, ByNumber, torch.float32)
     fingerprint(target)
     monkeypatch.setattr(module, "rows_of", lambda width, kv, nodes: nodes)
@@ -258,7 +251,7 @@ def test_the_number_of_rows_may_be_looked_at_as_it_is_always_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3 MoE", "OLMoE"])
-def test_experts_are_named(name: str, tmp_path: Path) -> None:
+def test_experts_are_named(name, tmp_path):
     """How many rows an expert gets depends on the others;
     in 16 bits a tiny one rounds alike by chance.
     """
@@ -272,13 +265,13 @@ def test_experts_are_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_learned_positions_that_end_early(tmp_path: Path) -> None:
+def test_learned_positions_that_end_early(tmp_path):
     with silence():
         checkpoint(ARCHITECTURES["GPT-2"], tmp_path)
     assert load(str(tmp_path), dtype="bfloat16", device="cpu").exact is not None
 
 
-def test_every_row_is_looked_at() -> None:
+def test_every_row_is_looked_at():
     class AtOnePlace(nn.Module):
         row = 0
 

@@ -80,8 +80,8 @@ def bits(setting: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("setting", ["its own", "AVX2", "no AVX2", "Zig", "Zig, AVX2"])
 def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_text(
-    setting: str,
-) -> None:
+    setting,
+):
     if setting not in SETTINGS:
         pytest.skip("the package ziglang is not installed")
     found = bits(setting)
@@ -92,12 +92,12 @@ def test_the_program_has_the_same_bits_and_the_bundled_model_writes_the_same_tex
 
 
 @pytest.mark.parametrize("setting", TURNED)
-def test_what_rounding_could_turn(setting: str) -> None:
+def test_what_rounding_could_turn(setting):
     tests = [f"tests/{name}" for name in TURNED[setting]]
     run(setting, "pytest", "-x", "--tb=short", "-p", "no:cacheprovider", "-k", LONG, *tests)
 
 
-def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path: Path) -> None:
+def test_a_run_killed_under_one_setting_goes_on_under_another(tmp_path):
     words = ["tswift", "generate", "--seed", 7, "--len", 2000, "--quiet"]
     words += ["--prompt", NOVEL, "--out"]
     with start("its own", *words, tmp_path / "run", "--method", "ar") as process:

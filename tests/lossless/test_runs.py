@@ -25,7 +25,7 @@ def record(run: Path) -> dict[str, Any]:
     return read_json(run / RECORD)
 
 
-def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit(run: Path, change: Callable[[dict[str, Any]], None]):
     """Change a record, and its checksum with it."""
     found = record(run)
     change(found)
@@ -33,7 +33,7 @@ def edit(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_the_same(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_the_same(tswift, words, tmp_path):
     for options, name in ((["--len 60 --method ar"], "whole"), (["--len 17"], "run")):
         found = tswift("generate", words, *options, f"--out {tmp_path}/{name}").ok()
         assert "exact in passes of 16 rows" in found.err
@@ -46,7 +46,7 @@ def test_a_run_goes_on_the_same(tswift: Tswift, words: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_other_options_are_refused(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_other_options_are_refused(tswift, words, tmp_path):
     tswift("generate", words, f"--len 9 --out {tmp_path}/exact")
     tswift("generate", words, f"--no-exact --len 9 --out {tmp_path}/inexact")
     assert record(tmp_path / "inexact")["model"]["exact"] is None
@@ -61,9 +61,7 @@ def test_other_options_are_refused(tswift: Tswift, words: str, tmp_path: Path) -
         assert result(tmp_path / run) == before
 
 
-def test_a_machine_that_rounds_otherwise_says_so(
-    tswift: Tswift, words: str, tmp_path: Path
-) -> None:
+def test_a_machine_that_rounds_otherwise_says_so(tswift, words, tmp_path):
     run = tmp_path / "run"
     tswift("generate", words, f"--len 20 --out {run}")
     edit(run, lambda found: found["model"]["exact"].update(bits="0123456789abcdef"))
@@ -77,7 +75,7 @@ def test_a_machine_that_rounds_otherwise_says_so(
     assert made["resumed"][0]["exact"]["bits"] != "0123456789abcdef"
 
 
-def test_reference_decoding_is_not_exact(tswift: Tswift, words: str, tmp_path: Path) -> None:
+def test_reference_decoding_is_not_exact(tswift, words, tmp_path):
     tswift(
         "generate", words, f"--method ar-reference --exact --len 20 --out {tmp_path}/run"
     ).refused("exact: cannot be had with ar-reference")
@@ -85,9 +83,7 @@ def test_reference_decoding_is_not_exact(tswift: Tswift, words: str, tmp_path: P
     assert record(tmp_path / "run")["model"]["exact"] is None
 
 
-def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
-    tswift: Tswift, words: str, tmp_path: Path
-) -> None:
+def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(tswift, words, tmp_path):
     tswift("generate", words, f"--len 60 --out {tmp_path}/run")
     given = [f"--tokens {tmp_path}/run/tokens.u32", words]
     for options, exact in (([], None), (["--no-exact"], None), (["--exact"], 16)):
@@ -95,9 +91,7 @@ def test_a_text_without_a_run_is_judged_exactly_only_if_that_is_asked_for(
         assert found.json["width"] == exact
 
 
-def test_a_long_chain_is_cut_and_can_be_asked_for_again(
-    tswift: Tswift, words: str, tmp_path: Path
-) -> None:
+def test_a_long_chain_is_cut_and_can_be_asked_for_again(tswift, words, tmp_path):
     chain = "--method magicdec --gamma 24"
     found = tswift("generate", words, chain, f"--len 20 --out {tmp_path}/run").ok()
     assert "drafts are cut to 16 nodes" in found.err
@@ -106,8 +100,8 @@ def test_a_long_chain_is_cut_and_can_be_asked_for_again(
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_where_exact_passes_cannot_be_had(
-    tswift: Tswift, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tswift, words, tmp_path, monkeypatch
+):
     tswift("generate", words, f"--len 20 --out {tmp_path}/run")
     monkeypatch.setattr(
         "tswift.loading.model.choose_fixed_rows",

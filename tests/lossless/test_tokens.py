@@ -21,6 +21,7 @@ from tests.helpers import (
     random_prompt,
     tiny_draft,
     tiny_heads,
+    tokens_of,
 )
 from tests.lossless.models import ExactOnDevice, exact_target, network
 from tswift.attention.sdpa import BatchInvariantAttention
@@ -77,7 +78,7 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
             written=written,
         ),
     )
-    return [token for step in run.steps() for token in step.tokens]
+    return tokens_of(run.steps())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def text_of(model, prompt, length, method, params, seed=1, options=None, written
         ),
     ],
 )
-def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, trees):
     model = demo(dtype)
     prompt = novel(90)
     plain = text_of(model, prompt, 28, "ar", params, seed)
@@ -103,7 +104,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype, params, seed, tre
 
 
 @pytest.mark.parametrize("exact", first(1, [True, False]))
-def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
+def test_a_near_tie_parts_texts_unless_passes_are_exact(exact):
     """So the equality above is none that would hold anyway: it is one ulp, and one drawn token,
     from failing.
     """
@@ -122,7 +123,7 @@ def test_a_near_tie_parts_texts_unless_passes_are_exact(exact: bool) -> None:
     assert (drafted == plain) is exact
 
 
-def test_a_text_cut_anywhere_goes_on_the_same() -> None:
+def test_a_text_cut_anywhere_goes_on_the_same():
     """By another method even, as no token depends on it."""
     model = demo("bfloat16")
     prompt = novel(70)
@@ -141,7 +142,7 @@ def test_a_text_cut_anywhere_goes_on_the_same() -> None:
     ("kind", "dtype"),
     [("Llama, GQA", torch.bfloat16), ("Gemma 2 (windows, soft caps)", torch.float16)],
 )
-def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) -> None:
+def test_a_prompt_may_be_a_text_written_before(kind, dtype):
     """Where it is cut into prompt and text decides nothing,
     although it is then prefilled or decoded.
     """
@@ -158,7 +159,7 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
         decoding = Decoding(
             target, whole[:cut], params, 4, drafter, len(written) + 9, written=written
         )
-        found = [token for step in decoding.steps() for token in step.tokens]
+        found = tokens_of(decoding.steps())
         at = cut + len(written)
         assert found == whole[at : at + 9]
 
@@ -167,7 +168,7 @@ def test_a_prompt_may_be_a_text_written_before(kind: str, dtype: torch.dtype) ->
     ("kind", "dtype"),
     first(1, [("Llama, GQA", torch.float32), ("Gemma 2 (windows, soft caps)", torch.bfloat16)]),
 )
-def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
+def test_steps_on_the_device(kind, dtype):
     """The same tokens, keys and values as one by one by the host."""
     prompt = random_prompt(50, 3)
     params = SamplingParams(min_p=0.02, window=24)
@@ -182,7 +183,7 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
             method, target, tiny_heads(dtype), TREES.get(method, DraftOptions()), tiny_draft(dtype)
         )
         decoding = Decoding(target, prompt, params, 4, drafter, 60)
-        tokens = [token for step in decoding.steps() for token in step.tokens]
+        tokens = tokens_of(decoding.steps())
         assert isinstance(decoding._stepper, DeviceStepper) == (attention is ExactOnDevice)
         kv = decoding._kv
         found.append((torch.tensor(tokens), kv.buffers[0][:, :, :109], kv.buffers[1][:, :, :109]))
@@ -192,7 +193,7 @@ def test_steps_on_the_device(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere() -> None:
+def test_log_probabilities_are_the_same_bytes_by_any_method_cut_anywhere():
     model = demo("bfloat16")
     prompt = novel(90)
     params = SamplingParams(window=30, logit_bias={261: 2.0})
@@ -235,8 +236,8 @@ def wide_target(attention: type = BatchInvariantAttention) -> Target:
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [BatchInvariantAttention, ExactOnDevice])
 def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
-    attention: type,
-) -> None:
+    attention,
+):
     """And what was generated has the width however long it is:
     a resumed run is the undisturbed one, bit for bit.
     """
@@ -253,7 +254,7 @@ def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
         options = TREES.get(method, DraftOptions())
         drafter = make_drafter(method, target, tiny_heads(torch.bfloat16), options)
         decoding = Decoding(target, prompt, params, 4, drafter, 120, written=plain[:cut])
-        assert plain[:cut] + [token for step in decoding.steps() for token in step.tokens] == plain
+        assert plain[:cut] + tokens_of(decoding.steps()) == plain
         kv = decoding._kv
         held.append(
             torch.stack([kv.buffers[0][:, :, : LONG + 119], kv.buffers[1][:, :, : LONG + 119]])
@@ -264,7 +265,7 @@ def test_a_prompt_in_wide_chunks_is_the_same_for_every_method_resume_and_audit(
     assert not audit(target, [*prompt, *plain[:60]], plain[60:], params, 4).ok
 
 
-def test_a_long_text_is_taken_up_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_taken_up_by_a_program(monkeypatch):
     """Where passes can be replayed, those over what was generated are, all but the last;
     the bits are the same.
     """

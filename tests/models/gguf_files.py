@@ -263,7 +263,7 @@ def part_of(name: str) -> str:
     return name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
 
 
-def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+def _add_tokens(writer: gguf.GGUFWriter, vocab_size: int):
     """A tokenizer of single letters: the first ones of GPT-2's alphabet of bytes, an end of text,
     and a template.
     """

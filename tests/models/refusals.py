@@ -19,7 +19,7 @@ def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def refuse(model: str, match: str, option: str = "model", **options: Any) -> None:
+def refuse(model: str, match: str, option: str = "model", **options: Any):
     """See that a model is not loaded, and that one line says why."""
     with refused(match) as caught:
         load(model, **options)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from tswift.speculators.heads_files import load_heads
 
 
 @pytest.fixture
-def folder(checkpoint: Path, tmp_path: Path) -> Path:
+def folder(checkpoint: Path, tmp_path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "m")
 
 
@@ -77,7 +76,7 @@ def _logits(model: Path) -> torch.Tensor:
         ),
     ],
 )
-def test_what_is_fine(folder: Path, checkpoint: Path, change: Callable[[Path], object]) -> None:
+def test_what_is_fine(folder, checkpoint, change):
     change(folder)
     assert torch.equal(_logits(folder), _logits(checkpoint))
 
@@ -86,14 +85,14 @@ def stored(dtype: str, *shape: int) -> module.StoredTensor:
     return module.StoredTensor(Path("f"), "x", dtype, shape)
 
 
-def test_a_tied_head_need_not_be_stored(tmp_path: Path) -> None:
+def test_a_tied_head_need_not_be_stored(tmp_path):
     make_checkpoint(tmp_path / "m", tie_word_embeddings=True)
     there = stored_tensors(tmp_path / "m")
     assert "lm_head.weight" not in there
     refuse_misfit(skeleton(AutoConfig.from_pretrained(tmp_path / "m")), there, "m")
 
 
-def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
+def test_far_fewer_weights_than_asked_for_take_no_memory(folder):
     config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(
         folder
     )
@@ -106,7 +105,7 @@ def test_far_fewer_weights_than_asked_for_take_no_memory(folder: Path) -> None:
         load(str(folder))
 
 
-def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
+def test_a_quantised_checkpoint_is_smaller_than_its_model(folder):
     config(quantization_config={"quant_method": "nope"})(folder)
     wanted = skeleton(AutoConfig.from_pretrained(folder))
     # an eighth, and of integers
@@ -122,7 +121,7 @@ def test_a_quantised_checkpoint_is_smaller_than_its_model(folder: Path) -> None:
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def test_the_dtype_is_of_no_matter() -> None:
+def test_the_dtype_is_of_no_matter():
     network = tiny_llama("gqa", torch.float64)
     with torch.no_grad():  # what float16 rounds to zero
         network.lm_head.weight[0] *= 1e-12
@@ -138,7 +137,7 @@ def test_the_dtype_is_of_no_matter() -> None:
 @pytest.mark.parametrize(
     "weight", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
 )
-def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
+def test_another_sign_in_any_weight_is_another_network(weight):
     network = tiny_llama("gqa", torch.float32)
     before = fingerprint_in_any_dtype(network)
     with torch.no_grad():
@@ -147,9 +146,7 @@ def test_another_sign_in_any_weight_is_another_network(weight: str) -> None:
 
 
 @pytest.mark.parametrize("kind", first(1, [ChainedHeads, ConditionedHeads]))
-def test_heads_remember_their_base_model(
-    checkpoint: Path, tmp_path: Path, kind: type, tiny_shapes: None
-) -> None:
+def test_heads_remember_their_base_model(checkpoint, tmp_path, kind, tiny_shapes):
     path = tmp_path / "mine.safetensors"
     other = make_checkpoint(tmp_path / "other")
     # trained otherwise
@@ -176,7 +173,7 @@ def test_heads_remember_their_base_model(
             )
 
 
-def test_what_is_remembered_is_kept_when_saved_again(tmp_path: Path) -> None:
+def test_what_is_remembered_is_kept_when_saved_again(tmp_path):
     path = tmp_path / "mine.safetensors"
     ChainedHeads(32, 2).save(path, base="abc")
     load_heads(path, 32, torch.float32, CPU).save(path)

@@ -24,7 +24,7 @@ from transformers import (
 from benchmarks import classes
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES
-from tests.helpers import first, needs_program, options_for, refused
+from tests.helpers import first, needs_program, options_for, refused, tokens_of
 from tswift.caches import FullKV
 from tswift.engine import generate
 from tswift.forward.notes import PROGRAM
@@ -96,12 +96,12 @@ def text_of(model: LoadedModel, method: str) -> list[int]:
     steps = generate(
         model, model.encode(SENTENCES[0]), 100, method=method, options=options, params=params
     )
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
 @needs_program
 @pytest.mark.parametrize("kind", first(1, [*KINDS]))
-def test_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+def test_methods_give_the_tokens_of_plain_decoding(kind, tmp_path):
     model = load(str(saved(tmp_path, kind)))
     assert model.layers == PROGRAM
     assert model.tokenizer.chat_template == "{{ messages[0].content }}!"
@@ -110,7 +110,7 @@ def test_methods_give_the_tokens_of_plain_decoding(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", first(1, [*KINDS]))
-def test_logits_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_whole_model(kind, tmp_path):
     target = load(str(saved(tmp_path, kind)), dtype="float64").target
     text = torch.arange(60) * 7 % TOKENS
     whole = type(KINDS[kind]()).from_pretrained(tmp_path, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_logits_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", first(1, [*KINDS]))
-def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
+def test_weights_that_see_are_not_read(kind, tmp_path):
     """They are noted in the file's header, and are no numbers."""
     folder = saved(tmp_path, kind)
     tensors = load_file(folder / "model.safetensors")
@@ -143,9 +143,7 @@ def test_weights_that_see_are_not_read(kind: str, tmp_path: Path) -> None:
 
 @needs_program
 @pytest.mark.parametrize("kind", first(1, [*KINDS]))
-def test_weights_are_rounded_whatever_names_the_file_has_for_them(
-    kind: str, tmp_path: Path
-) -> None:
+def test_weights_are_rounded_whatever_names_the_file_has_for_them(kind, tmp_path):
     folder = str(saved(tmp_path, kind))
     model = load(folder, weights="int8")
     assert model.layers == PROGRAM
@@ -156,9 +154,7 @@ def test_weights_are_rounded_whatever_names_the_file_has_for_them(
 
 
 @pytest.mark.parametrize(("positions", "kept"), [(512, 2.0), (64, 1.0)])
-def test_a_text_that_grows_long_turns_alike_from_its_start(
-    positions: int, kept: float, tmp_path: Path
-) -> None:
+def test_a_text_that_grows_long_turns_alike_from_its_start(positions, kept, tmp_path):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -201,7 +197,7 @@ def test_a_text_that_grows_long_turns_alike_from_its_start(
         ],
     ),
 )
-def test_what_becomes_of_a_class(kind: str, became: str, told: str) -> None:
+def test_what_becomes_of_a_class(kind, became, told):
     if kind not in classes.kinds():
         pytest.skip("this transformers has no such class")
     cells = classes.row(kind)
@@ -209,7 +205,7 @@ def test_what_becomes_of_a_class(kind: str, became: str, told: str) -> None:
     assert told in cells[3]
 
 
-def test_what_does_not_write_from_left_to_right_is_told() -> None:
+def test_what_does_not_write_from_left_to_right_is_told():
     config = TimesFmConfig()
     config.canvas_length = 64
     with refused("a model that writes by diffusion"):

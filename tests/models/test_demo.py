@@ -54,12 +54,12 @@ def decode(
     return tokens, stats
 
 
-def test_model_and_tokenizer_fit_in_nine_megabytes() -> None:
+def test_model_and_tokenizer_fit_in_nine_megabytes():
     files = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert sum((FOLDER / name).stat().st_size for name in files) < 9_000_000
 
 
-def test_plain_transformers_loads_it_and_agrees() -> None:
+def test_plain_transformers_loads_it_and_agrees():
     text = NOVEL.read_text()[:2000]
     plain = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float64)
     ids = AutoTokenizer.from_pretrained(FOLDER)(text, return_tensors="pt")["input_ids"]
@@ -83,9 +83,7 @@ def test_plain_transformers_loads_it_and_agrees() -> None:
     ],
     ids=["float64", "greedy, chained heads", "eta, top-k, short window", "5,000 tokens"],
 )
-def test_every_method_writes_the_text_of_plain_decoding(
-    params: SamplingParams, prefill: int, options: dict[str, str]
-) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(params, prefill, options):
     demo = load(**options, draft_model=DEMO_DRAFT)
     assert demo.heads is not None
     assert demo.heads.kind == options.get("heads", "conditioned")
@@ -103,7 +101,7 @@ def test_every_method_writes_the_text_of_plain_decoding(
     assert all(runs[method][1].passes < 120 for method in ("medusa", "tokenswift"))
 
 
-def test_it_is_small_and_plain_transformers_loads_it() -> None:
+def test_it_is_small_and_plain_transformers_loads_it():
     demo = load(dtype="float32", draft_model=DEMO_DRAFT)
     assert sum(path.stat().st_size for path in DRAFT.iterdir()) < 1_300_000
     plain = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
@@ -113,7 +111,7 @@ def test_it_is_small_and_plain_transformers_loads_it() -> None:
     assert demo.draft.max_positions == demo.target.max_positions
 
 
-def test_it_draws_what_the_model_draws() -> None:
+def test_it_draws_what_the_model_draws():
     demo = load(dtype="float32", draft_model=DEMO_DRAFT)
     text = demo.encode(NOVEL.read_text())[:1025]
     assert demo.draft is not None

@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig
 
 import tswift
-from tests.helpers import METHODS, VOCAB, first, options_for, refused
+from tests.helpers import METHODS, VOCAB, first, options_for, refused, tokens_of
 from tests.models.gguf_files import ARCHITECTURES, dequantized, tiny_model, write_gguf, write_one
 from tests.models.refusals import refuse
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear
@@ -38,7 +38,7 @@ FIELDS = {"nodes": 12, "budget": 64, "sinks": 4}
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kept(tmp_path, monkeypatch) -> Path:
     """Where rounded weights are kept."""
     folder = tmp_path / "cache"
     folder.mkdir()
@@ -47,13 +47,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory) -> Path:
     """A tiny Llama in Q8_0."""
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", tiny_model("llama"))
 
 
 @pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
-def test_codes_are_the_dequantised_values(kind: Kind, tmp_path: Path) -> None:
+def test_codes_are_the_dequantised_values(kind, tmp_path):
     rows = write_one(tmp_path / "one.gguf", kind)
     found = read_gguf(tmp_path / "one.gguf")
     codes = found.read(found.tensors["one"])
@@ -65,16 +65,14 @@ def test_codes_are_the_dequantised_values(kind: Kind, tmp_path: Path) -> None:
     assert torch.equal(PackedLinear(codes).weight, expected)  # as it is packed, too
 
 
-def test_every_type_is_tried() -> None:
+def test_every_type_is_tried():
     known = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
     assert {kind.name for kind in _DECODERS} == known
 
 
 @pytest.mark.parametrize("tied", first(1, [False, True]))
 @pytest.mark.parametrize("kind", first(1, ARCHITECTURES))
-def test_the_model_is_that_of_the_dequantised_weights(
-    kind: str, tied: bool, tmp_path: Path
-) -> None:
+def test_the_model_is_that_of_the_dequantised_weights(kind, tied, tmp_path):
     model = tiny_model(kind, tie_word_embeddings=tied)
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q8_0)
     loaded = load(str(path), exact=False)
@@ -106,7 +104,7 @@ def test_the_model_is_that_of_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_configuration_is_transformers_own(kind: str, tmp_path: Path) -> None:
+def test_the_configuration_is_transformers_own(kind, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(kind))
     ours, theirs = (
         each.to_dict()
@@ -133,16 +131,14 @@ def text(model: LoadedModel, method: str, length: int = 60) -> list[int]:
     prompt = model.encode("The ship had lain three days becalmed, and the captain")
     options = options_for(method, **FIELDS, reuse_recent=True)
     steps = tswift.generate(model, prompt, length, method=method, options=options)
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
 @pytest.mark.parametrize(
     ("kind", "length"),
     first(1, [*((kind, 60) for kind in ARCHITECTURES), ("llama", 2000), ("qwen3_5_text", 600)]),
 )
-def test_all_methods_give_the_tokens_of_plain_decoding(
-    kind: str, length: int, tmp_path: Path
-) -> None:
+def test_all_methods_give_the_tokens_of_plain_decoding(kind, length, tmp_path):
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(kind), Kind.Q4_1))
     recurrent = kind == "qwen3_5_text"  # which drafts for itself in no way, nor for another
     methods = [
@@ -159,13 +155,13 @@ def test_all_methods_give_the_tokens_of_plain_decoding(
     assert {method: tokens for method, tokens in texts.items() if tokens != texts["ar"]} == {}
 
 
-def test_names(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(file, tmp_path, monkeypatch):
     alone = Checkpoint.find(str(file.parent))  # the only one in its folder
     assert Checkpoint.find(str(file)).gguf is alone.gguf
     assert Checkpoint.find("demo").gguf is Checkpoint.find("shape:qwen2.5-1.5b").gguf is None
     asked = []
 
-    def download(*given: str) -> str:
+    def download(*given):
         asked.append(given)
         return str(file)
 
@@ -180,7 +176,7 @@ def test_names(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     refuse(str(tmp_path / "c.gguf"), "there is no file .*c.gguf'; did you mean ")
 
 
-def test_the_tokenizer_is_of_the_file_alone(file: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_is_of_the_file_alone(file, tmp_path):
     (tmp_path / "tokenizer.json").write_text("of another model")
     alone = tmp_path / "tiny.gguf"
     alone.write_bytes(file.read_bytes())
@@ -192,7 +188,7 @@ def test_the_tokenizer_is_of_the_file_alone(file: Path, tmp_path: Path) -> None:
     )
 
 
-def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> None:
+def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path):
     model = tiny_model("llama")
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     path = write_gguf(tmp_path / "tiny.gguf", model, extra={"rope_freqs.weight": factors})
@@ -200,7 +196,7 @@ def test_frequencies_are_divided_by_the_factors_of_the_file(tmp_path: Path) -> N
     assert torch.equal(rates, model.get_decoder().rotary_emb.inv_freq / torch.from_numpy(factors))
 
 
-def test_memory_is_counted_by_the_codes(tmp_path: Path) -> None:
+def test_memory_is_counted_by_the_codes(tmp_path):
     model = tiny_model("llama", num_hidden_layers=4, vocab_size=96)
     path = write_gguf(tmp_path / "tiny.gguf", model, Kind.Q4_1)
     network = load(str(path)).target.model
@@ -263,14 +259,14 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_refused(damage: str, file: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(damage, file, tmp_path):
     change, says = DAMAGE[damage]
     path = tmp_path / "tiny.gguf"
     path.write_bytes(change(file.read_bytes()))
     refuse(str(path), says)
 
 
-def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
+def test_any_cut_is_refused(file, tmp_path):
     whole = file.read_bytes()
     path = tmp_path / "tiny.gguf"
     # padding may follow
@@ -281,7 +277,7 @@ def test_any_cut_is_refused(file: Path, tmp_path: Path) -> None:
             read_gguf(path)
 
 
-def test_types_that_are_not_read(tmp_path: Path) -> None:
+def test_types_that_are_not_read(tmp_path):
     model = tiny_model(
         "llama", hidden_size=256, intermediate_size=256, head_dim=64, num_key_value_heads=4
     )
@@ -296,14 +292,12 @@ def test_types_that_are_not_read(tmp_path: Path) -> None:
         ({"rope__scaling__type": "longrope"}, "has rotary embeddings of type 'longrope'"),
     ],
 )
-def test_what_is_not_served_is_refused(
-    metadata: dict[str, int | str], says: str, tmp_path: Path
-) -> None:
+def test_what_is_not_served_is_refused(metadata, says, tmp_path):
     refuse(str(write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), **metadata)), says)
 
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.F32])
-def test_files_of_numbers_are_ordinary_models(kind: Kind, tmp_path: Path) -> None:
+def test_files_of_numbers_are_ordinary_models(kind, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), kind)
     model = load(str(path), dtype="float64")
     assert model.quantization is None
@@ -311,7 +305,7 @@ def test_files_of_numbers_are_ordinary_models(kind: Kind, tmp_path: Path) -> Non
     assert (model.target.dtype, model.dtype_note) == (torch.float64, f"checkpoint in {stored}")
 
 
-def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
+def test_what_does_not_go_with_codes_is_refused(file):
     refuse(
         str(file),
         r"is float32 with weights of integers \(Q8_0\) on cpu; got bfloat16",
@@ -325,7 +319,7 @@ def test_what_does_not_go_with_codes_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", first(1, ["int8", "int4"]))
-def test_checkpoints_are_rounded(weights: str, checkpoint: Path) -> None:
+def test_checkpoints_are_rounded(weights, checkpoint):
     plain, rounded = load(str(checkpoint), dtype="float32"), load(str(checkpoint), weights=weights)
     assert rounded.quantization == weights
     for name, parameter in plain.target.model.named_parameters():
@@ -340,9 +334,7 @@ def test_checkpoints_are_rounded(weights: str, checkpoint: Path) -> None:
     assert text(rounded, "auto") == text(rounded, "ar")
 
 
-def test_rounded_weights_are_kept(
-    checkpoint: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounded_weights_are_kept(checkpoint, kept, tmp_path, monkeypatch):
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     first = weights_hash(load(str(folder), weights="int8").target.model)
     (path,) = kept.iterdir()
@@ -363,7 +355,7 @@ def test_rounded_weights_are_kept(
 
 @pytest.mark.usefixtures("tiny_shapes")
 @pytest.mark.parametrize("name", ["shape:tiny", "shape:tied"])
-def test_random_weights_of_a_shape_are_rounded(name: str) -> None:
+def test_random_weights_of_a_shape_are_rounded(name):
     model = load(name, weights="int4")
     assert (model.quantization, model.simulated) == ("int4", True)
     assert model.target.dtype == torch.float32
@@ -379,9 +371,7 @@ def test_random_weights_of_a_shape_are_rounded(name: str) -> None:
     ],
     ids=str,
 )
-def test_what_a_files_authors_recommend(
-    named: dict[str, float], source: str, wanted: SamplingParams, tmp_path: Path
-) -> None:
+def test_what_a_files_authors_recommend(named, source, wanted, tmp_path):
     """What they leave open is llama.cpp's, and so is all of a file that says nothing."""
     path = write_gguf(tmp_path / "own.gguf", tiny_model("llama"), sampling=named)
     own = load(str(path)).target.model.generation_config

@@ -79,7 +79,7 @@ def whole(tokenizer: PreTrainedTokenizerBase, written: list[int]) -> str:
 
 
 @pytest.mark.parametrize("pre", SPLITS)
-def test_words_are_cut_where_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
+def test_words_are_cut_where_llama_cpp_cuts_them(pre, tmp_path):
     path = byte_level(tmp_path / "x.gguf", pre, add_bos_token=False)
     cutter = tokenizer_of(read_gguf(path)).backend_tokenizer.pre_tokenizer
     for text, by_words in WORDS.items():
@@ -87,7 +87,7 @@ def test_words_are_cut_where_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> No
         assert "|".join(text[a:b] for _, (a, b) in cutter.pre_tokenize_str(text)) == wanted
 
 
-def test_what_stays_whole(tmp_path: Path) -> None:
+def test_what_stays_whole(tmp_path):
     """Control tokens do, whatever letters they have, and those that a user defined, spaces too;
     unused ones are text. The tokens are llama.cpp's.
     """
@@ -99,7 +99,7 @@ def test_what_stays_whole(tmp_path: Path) -> None:
     assert whole(tokenizer, written) == f"{USER}é     a"
 
 
-def test_a_word_that_is_a_token_needs_no_merge(tmp_path: Path) -> None:
+def test_a_word_that_is_a_token_needs_no_merge(tmp_path):
     """Of Llama 3's kind; others put it together of its parts."""
     for pre, wanted in (("llama-bpe", ["123"]), ("dbrx", ["12", "3"])):
         path = byte_level(tmp_path / f"{pre}.gguf", pre, merges=["1 2"], add_bos_token=False)
@@ -115,9 +115,7 @@ def test_a_word_that_is_a_token_needs_no_merge(tmp_path: Path) -> None:
         ("qwen2", {"add_bos_token": True, "add_eos_token": True}, [USER, "a", "<unused>"]),
     ],
 )
-def test_what_stands_around_a_text(
-    pre: str, said: dict[str, bool], wanted: list[str], tmp_path: Path
-) -> None:
+def test_what_stands_around_a_text(pre, said, wanted, tmp_path):
     path = byte_level(tmp_path / "x.gguf", pre, bos_token_id=259, eos_token_id=261, **said)
     tokenizer = tokenizer_of(read_gguf(path))
     assert ids(tokenizer, "a", bare=False) == wanted
@@ -139,7 +137,7 @@ SCORED = {"▁": 1, "a": 2, "b": 3, "ab": 9, "ba": 7, "▁a": 8, "aab": 4, "▁b
         (False, "ba</s> a", "ba </s> ▁a"),
     ],
 )
-def test_sentencepiece(prefix: bool, text: str, wanted: str, tmp_path: Path) -> None:
+def test_sentencepiece(prefix, text, wanted, tmp_path):
     """The token of the highest score is put together first; the tokens are llama.cpp's."""
     tokens = {"<unk>": Type.UNKNOWN, "<s>": Type.CONTROL, "</s>": Type.CONTROL}
     tokens |= {f"<0x{byte:02X}>": Type.BYTE for byte in range(256)}
@@ -170,9 +168,7 @@ def test_sentencepiece(prefix: bool, text: str, wanted: str, tmp_path: Path) -> 
         ("llama-bpe", {}, "wants a token around each text, and does not say which"),
     ],
 )
-def test_what_cannot_be_had_is_refused(
-    pre: str | None, changes: dict[str, Any], says: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_had_is_refused(pre, changes, says, tmp_path):
     path = byte_level(tmp_path / "x.gguf", pre, **changes)
     with refused(says) as caught:
         tokenizer_of(read_gguf(path))
@@ -180,7 +176,7 @@ def test_what_cannot_be_had_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_token_twice_is_refused(tmp_path: Path) -> None:
+def test_a_token_twice_is_refused(tmp_path):
     path = byte_level(tmp_path / "x.gguf", "gpt-2")
     length = (2).to_bytes(8, "little")
     path.write_bytes(path.read_bytes().replace(length + b"12", length + "é".encode(), 1))

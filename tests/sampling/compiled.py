@@ -24,7 +24,7 @@ VOCAB = 128_256
 class Compiler:
     """Stands in a kernel's place: to launch it is to compile it."""
 
-    def __init__(self, kernel, capability: int, label: str) -> None:
+    def __init__(self, kernel, capability: int, label: str):
         self.kernel, self.capability, self.label = kernel, capability, label
 
     def __getitem__(self, grid):
@@ -49,7 +49,7 @@ class Compiler:
         print(json.dumps(found), flush=True)
 
 
-def main(capability: str, dtype: str, nodes: str) -> None:
+def main(capability: str, dtype: str, nodes: str):
     count = int(nodes)
     device = CPU
     logits = torch.zeros(count, VOCAB, dtype=getattr(torch, dtype))

@@ -39,7 +39,7 @@ PROMPT = list(range(3, 60))
 
 
 @pytest.fixture(autouse=True)
-def _silent() -> None:
+def _silent():
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 
@@ -60,13 +60,13 @@ def _texts(folder: Path) -> dict[str, object]:
     logging.disable_progress_bar()
     selected: list[int] = []
     right = PartialKV.select
-    PartialKV.select = lambda self, *given: (selected.append(1), right(self, *given))[1]  # type: ignore[method-assign]
+    PartialKV.select = lambda self, *given: (selected.append(1), right(self, *given))[1]
     ranks = join("cpu")
     found = dict[str, object]()
     for name, lengths in SPLIT.items():
         # what a rank but the first asks for does not count
         asked = {**_asked(folder, name), "dtype": "float64"} if ranks.rank == 0 else {}
-        model = load(**asked, ranks=ranks)  # type: ignore[arg-type]
+        model = load(**asked, ranks=ranks)
         selected.clear()
         written = texts(model, lengths), len(selected)
         found[name] = (
@@ -79,7 +79,7 @@ def _texts(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
+def test_two_ranks_write_the_texts_of_one(tmp_path):
     for name in SPLIT:
         checkpoint(ARCHITECTURES[name], tmp_path / name)
     first, second = on_ranks(tmp_path, 2, _texts, tmp_path)
@@ -100,7 +100,7 @@ def test_two_ranks_write_the_texts_of_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "model"
     checkpoint(ARCHITECTURES["Llama, GQA"], folder)
     return folder
@@ -155,7 +155,7 @@ def _troubles(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_all_ranks_end_alike(folder: Path, tmp_path: Path) -> None:
+def test_all_ranks_end_alike(folder, tmp_path):
     first, second = on_ranks(tmp_path, 2, _troubles, folder)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     whole = _steps(load(str(folder), dtype="float64", device="cpu"))
@@ -198,7 +198,7 @@ def _killed(folder: Path) -> object:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_gone_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_that_is_gone_is_noticed(folder, tmp_path):
     ranks = Started(tmp_path, 2, _killed, folder)
     started = time.monotonic()
     first, second = ranks.end()
@@ -220,13 +220,13 @@ def _refusals(folder: Path) -> list[str]:
         (folder / "mqa", {"device": "cuda"}),
     ):
         with pytest.raises(tswift.errors.InputError) as caught:
-            load(str(model), **more, ranks=ranks)  # type: ignore[arg-type]
+            load(str(model), **more, ranks=ranks)
         found.append(f"{caught.value}")
     return found
 
 
 @pytest.mark.slow
-def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_split_is_refused_by_name(tmp_path):
     checkpoint(ARCHITECTURES["Llama, MQA, biases"], tmp_path / "mqa")
     checkpoint(ARCHITECTURES["GPT-2"], tmp_path / "gpt2")
     wanted = [

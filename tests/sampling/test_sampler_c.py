@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> to
     st.integers(0, 10**6),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype) -> None:
+def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype):
     random = Random(seed)
     sampler = Sampler(params, seed, vocab, CPU, prompt=random.randrange(9))
     tree = random_tree(nodes, random, vocab)
@@ -113,9 +112,7 @@ REPEATED = {"repetition_penalty": 2.0, "logit_bias": {1: 0.3}, "frequency_penalt
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("named", [COUNTED, REPEATED], ids=["counted", "repeated"])
-def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(
-    seed: int, named: dict[str, Any]
-) -> None:
+def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(seed, named):
     """Down a tree that has what is drawn after each node, and a sibling before it; of so few
     tokens that some are drawn again.
     """
@@ -144,7 +141,7 @@ def test_what_a_path_of_drafts_counts_is_drawn_as_by_pytorch(
             at = tree.grow(at, wanted[at], "drawn")
 
 
-def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None:
+def test_a_node_with_the_drawn_token_below_another_one_is_not_followed():
     sampler = Sampler(SamplingParams(temperature=0, penalty=1), 1, 6, CPU)
     tree = DraftTree(0, 8)
     sampler.extend([0])
@@ -159,7 +156,7 @@ def test_a_node_with_the_drawn_token_below_another_one_is_not_followed() -> None
 
 @settings(max_examples=100, deadline=None)
 @given(PARAMS, st.integers(1, 16), st.integers(0, 10**6), st.booleans(), st.booleans())
-def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) -> None:
+def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row):
     vocab = 60
     places = [7, 8, 9]
     logits = rows("usual", 3, vocab, seed, torch.float32)
@@ -177,7 +174,7 @@ def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row) ->
     assert torch.equal(tokens[there], wanted[there])
 
 
-def test_near_ties_are_left_to_pytorch() -> None:
+def test_near_ties_are_left_to_pytorch():
     """Logits made such that two scores tie but for the rounding of a float32:
     the program has to say so.
     """
@@ -204,7 +201,7 @@ def test_near_ties_are_left_to_pytorch() -> None:
     assert set(near) <= set(unsure) < set(range(len(places)))
 
 
-def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed() -> None:
+def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed():
     """What is left out may be among the best by no means: flat logits,
     where noise alone decides.
     """
@@ -216,7 +213,7 @@ def test_noise_is_bounded_by_the_highest_bit_where_it_is_not_computed() -> None:
 
 
 @pytest.mark.parametrize(("params", "edge"), [(SamplingParams(top_p=0.5, min_p=0, penalty=1), 2)])
-def test_an_edge_of_top_p_is_left_to_pytorch(params: SamplingParams, edge: int) -> None:
+def test_an_edge_of_top_p_is_left_to_pytorch(params, edge):
     logits = torch.zeros(1, 4)  # chances of 1/4 each: two of them reach 0.5, by rounding or not
     program = c_sampler(params, 0, 4)
     assert program is not None
@@ -226,7 +223,7 @@ def test_an_edge_of_top_p_is_left_to_pytorch(params: SamplingParams, edge: int) 
     assert sampler.draw(logits, None, [0]) == by_torch(sampler, logits, None, [0])
 
 
-def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch) -> None:
+def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch):
     assert c_sampler(SamplingParams(top_k=3), 0, 4) is not None
     monkeypatch.setattr(SamplingParams, "filters", ("min_p", "another"))
     assert c_sampler(SamplingParams(), 0, 4) is None
@@ -234,7 +231,7 @@ def test_a_filter_that_it_does_not_know_is_left_to_pytorch(monkeypatch) -> None:
     assert c_sampler(SamplingParams(), 0, 4) is None
 
 
-def test_float64_is_left_to_pytorch(monkeypatch) -> None:
+def test_float64_is_left_to_pytorch(monkeypatch):
     sampler = Sampler(SamplingParams(), 1, 6, CPU)
     logits = torch.randn(2, 6, generator=seeded(0))
     assert sampler.program(torch.float64) is None
@@ -245,7 +242,7 @@ def test_float64_is_left_to_pytorch(monkeypatch) -> None:
     assert other.draw(logits, None, [3, 4]) == sampler.draw(logits, None, [3, 4])
 
 
-def test_threads_draw_what_one_does() -> None:
+def test_threads_draw_what_one_does():
     before = torch.get_num_threads()
     logits = rows("usual", 16, 2048, 3, torch.float32)
     drawn = []

@@ -40,7 +40,7 @@ pytestmark = needs_triton
 
 
 @pytest.fixture
-def tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def tried_anew(monkeypatch):
     """Nothing is known of the kernels."""
     monkeypatch.setattr(check, "_CHECKED", {})
 
@@ -68,7 +68,7 @@ def random_params(random: Random, vocab_size: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
-def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
+def test_the_kernels_draw_what_the_rule_draws(dtype):
     random = Random(3)
     for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
         vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
@@ -81,7 +81,7 @@ def test_the_kernels_draw_what_the_rule_draws(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("tried_anew")
-def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
+def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits():
     """In float64, which a model's own logits have on no GPU that the kernels are for."""
     random = Random(4)
     params = SamplingParams(window=5, presence_penalty=0.7, frequency_penalty=-0.3)
@@ -102,7 +102,7 @@ def test_counted_tokens_are_drawn_by_the_kernels_from_lowered_logits() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "vocab"), [(1, 5000), (6, 2049)])
-def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: int) -> None:
+def test_the_tiles_of_a_gpu(monkeypatch, nodes, vocab):
     monkeypatch.setattr(fused, "INTERPRETED", False)
     random = Random(nodes)
     for params in (
@@ -113,7 +113,7 @@ def test_the_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nodes: int, vocab: 
 
 
 @pytest.mark.slow
-def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary(monkeypatch):
     monkeypatch.setattr(fused.TritonSampler, "BLOCK", 1 << 15)  # fewer programs for the interpreter
     assert (
         check.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
@@ -132,9 +132,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", first(1, CHANGES))
-def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_comparison_sees_kernels_that_are_asked_for_something_else(change, monkeypatch):
     right = fused.TritonSampler
     monkeypatch.setattr(
         check,
@@ -150,7 +148,7 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(
         assert check.misranked(params, 300, 32, torch.float32, CPU, 3, random) > 0
 
 
-def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch):
     call = fused.TritonSampler.draw
 
     def blind(self, logits, tokens, positions, ancestors, newest):
@@ -165,7 +163,7 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
-def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
+def test_the_kernels_rank_candidates_by_the_rule(dtype):
     random = Random(8)
     for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
         vocab = random.randint(257, 1030) if count < 16 else 14
@@ -180,8 +178,8 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """As the chain of a cascade is: the token after every node, and with leads its runner-up."""
     # on CUDA there is no C program
     monkeypatch.setattr(Sampler, "program", lambda self, dtype: None)
@@ -213,7 +211,7 @@ def test_a_draft_is_drawn_with_the_kernels_where_the_host_proposes_it(
     assert calls == ["draw", "candidates"]
 
 
-def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_ranks_with_the_kernels(monkeypatch):
     one, plain = sampler(SamplingParams(window=4)), sampler(SamplingParams(window=4))
     use_kernels(one, torch.float32, candidates=3, interpreted=True)
     assert one.fault is None
@@ -242,9 +240,7 @@ def test_a_sampler_ranks_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "tokenswift"])
-def test_a_decode_with_the_kernels_is_one_without(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_with_the_kernels_is_one_without(method, monkeypatch):
     params = SamplingParams(min_p=0.02, window=24)
     options = DraftOptions(nodes=20, budget=64)
     faults = []
@@ -265,7 +261,7 @@ def test_a_decode_with_the_kernels_is_one_without(
     assert [step.accepted for step in steps[0]] == [step.accepted for step in steps[1]]
 
 
-def test_rows_of_nothing_and_ties() -> None:
+def test_rows_of_nothing_and_ties():
     rule = fused.TritonSampler(SamplingParams(temperature=0, banned=(2,)), 1, 5, CPU)
     nan, inf = math.nan, math.inf
     logits = torch.tensor(
@@ -282,7 +278,7 @@ def sampler(params: SamplingParams, vocab: int = 50) -> Sampler:
 
 
 @pytest.mark.usefixtures("tried_anew")
-def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch):
     calls = []
     call = fused.TritonSampler.draw
     monkeypatch.setattr(
@@ -318,8 +314,8 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("tried_anew")
 def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     for params, dtype, reason in (
         (SamplingParams(top_k=3), torch.float32, "no kernel has top_k"),
         (SamplingParams(), torch.float64, "the kernels do not read float64"),
@@ -351,7 +347,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="compiles for real anyway")
-def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+def test_the_kernels_compile_for_gpus_that_are_not_here():
     cases = ["80,bfloat16,41", "90,bfloat16,1", "90,float16,4", "90,float32,128", "90,float64,41"]
     command = [sys.executable, "-W", "ignore", "-m", "tests.sampling.compiled", *cases]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

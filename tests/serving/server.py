@@ -39,7 +39,7 @@ class Server:
     Its folder for runs is ``folder/runs``.
     """
 
-    def __init__(self, folder: Path, *words: object) -> None:
+    def __init__(self, folder: Path, *words: object):
         self.runs = folder / "runs"
         count = len(list(folder.glob("server-*.out")))
         self.process = Process(

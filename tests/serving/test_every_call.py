@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-
 import pytest
 
 from tests.jobs.killing import killed_before
@@ -24,12 +21,12 @@ BODY = {**ASKED, "max_tokens": 12, "logprobs": 1}
     ],
 )
 def test_a_server(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    again: bool,
-    calls: Iterable[int],
-) -> None:
+    checkpoint,
+    tmp_path,
+    monkeypatch,
+    again,
+    calls,
+):
     """While it makes a request's text, and, where ``again``,
     while another one takes up what was left of it.
     """
@@ -44,7 +41,7 @@ def test_a_server(
         whole = bytes(done(service.accept_one(BODY, False)).text)
     next(before.iterdir()).rename(tmp_path / "whole")
 
-    def answer(accept: bool) -> None:
+    def answer(accept):
         if accept:
             accepted.write_text("")
         with serving(model, runs) as service:

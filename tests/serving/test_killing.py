@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -27,9 +26,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 class Stream:
     """A text as it comes by server-sent events; ``last`` is the id of the last one."""
 
-    def __init__(
-        self, url: str, method: str, path: str, body: object = None, last: str = ""
-    ) -> None:
+    def __init__(self, url: str, method: str, path: str, body: object = None, last: str = ""):
         self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
         headers = {"Content-Type": "application/json", **({"Last-Event-ID": last} if last else {})}
         self.connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -54,9 +51,7 @@ class Stream:
 
 
 @pytest.mark.slow
-def test_a_server_killed_in_a_stream(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_killed_in_a_stream(checkpoint, tmp_path, monkeypatch):
     """Of three requests one is being written and two wait;
     another server makes all of them what they were to be.
     """
@@ -90,7 +85,7 @@ def test_a_server_killed_in_a_stream(
 
 
 @pytest.mark.slow
-def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_server_asked_to_stop_tells_its_readers(checkpoint, tmp_path):
     server = Server(tmp_path, f"--model {checkpoint} {SAMPLING}")
     stream = Stream(
         server.url, "POST", "/v1/completions", {**ASKED, "max_tokens": 3000, "method": "ar"}
@@ -110,7 +105,7 @@ def test_a_server_asked_to_stop_tells_its_readers(checkpoint: Path, tmp_path: Pa
     assert time.monotonic() - begun < 10
 
 
-def test_nobody_reads_what_the_server_says(checkpoint: Path, tmp_path: Path) -> None:
+def test_nobody_reads_what_the_server_says(checkpoint, tmp_path):
     os.mkfifo(tmp_path / "server.err")
     words = (f"--port 0 --model {checkpoint} --runs {tmp_path}/runs", SAMPLING)
     process = Process(["serve", *words], tmp_path / "server.out")
@@ -149,7 +144,7 @@ BAD = [
 
 
 @pytest.mark.slow
-def test_fifty_bad_clients_while_a_job_runs(checkpoint: Path, tmp_path: Path) -> None:
+def test_fifty_bad_clients_while_a_job_runs(checkpoint, tmp_path):
     server = Server(tmp_path, f"--model {checkpoint} {SAMPLING} --queue 1")
     job = {**ASKED, "max_tokens": 3000, "method": "ar"}
     whole = Stream(server.url, "POST", "/v1/completions", job).read()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ def understood(body: dict[str, Any], chat: bool = False, **typed: Any) -> Reques
     return parse({**text, **body}, chat, typed, "demo")
 
 
-def test_fields_become_options() -> None:
+def test_fields_become_options():
     sampling = {
         each.name: getattr(SamplingParams(), each.name) for each, _ in options_of(SamplingParams)
     }
@@ -52,7 +51,7 @@ def test_fields_become_options() -> None:
     assert (request.limit, request.wants) == (None, {"stream", "include_usage", "chat"})
 
 
-def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
+def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said():
     request = understood(
         {"temperature": None, "n": None, "tools": None}, temperature=0.5, length=9, nodes=4, seed=3
     )
@@ -68,7 +67,7 @@ def test_what_is_not_said_is_as_it_was_typed_and_null_is_not_said() -> None:
     )
 
 
-def test_a_preset_has_a_method_of_its_own() -> None:
+def test_a_preset_has_a_method_of_its_own():
     typed = {"preset": next(iter(PRESETS)), "ngrams": 7}
     assert understood({"method": "tokenswift"}, **typed).config.drafting.ngrams == 7
     assert (
@@ -78,7 +77,7 @@ def test_a_preset_has_a_method_of_its_own() -> None:
     assert understood({"method": "auto"}, **typed).config.method == "auto"
 
 
-def test_without_a_seed_one_is_drawn_and_kept() -> None:
+def test_without_a_seed_one_is_drawn_and_kept():
     requests = [understood({}) for _ in range(4)]
     assert len({request.config.text.seed for request in requests}) == 4
     assert parse(requests[0].body, False, {}, "demo").config == requests[0].config
@@ -149,7 +148,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         for body in bodies
     ],
 )
-def test_refused_by_name(param: str, body: dict[str, Any], chat: bool) -> None:
+def test_refused_by_name(param, body, chat):
     with pytest.raises(Refused) as error:
         understood(body, chat)
     assert (error.value.status, error.value.param) == (400, param)
@@ -163,12 +162,12 @@ def test_refused_by_name(param: str, body: dict[str, Any], chat: bool) -> None:
         ({"messages": [{**USER, "content": None}]}, True, "must be a text, or a list of parts"),
     ],
 )
-def test_in_the_words_of_json(body: dict[str, Any], chat: bool, told: str) -> None:
+def test_in_the_words_of_json(body, chat, told):
     with pytest.raises(Refused, match=told):
         understood(body, chat)
 
 
-def test_another_model_is_not_found() -> None:
+def test_another_model_is_not_found():
     with pytest.raises(Refused, match="gpt-4o") as error:
         understood({"model": "gpt-4o"})
     assert (error.value.status, error.value.param, error.value.code) == (
@@ -178,7 +177,7 @@ def test_another_model_is_not_found() -> None:
     )
 
 
-def test_parts_of_a_message_are_joined_and_an_answer_may_come_back() -> None:
+def test_parts_of_a_message_are_joined_and_an_answer_may_come_back():
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": []}
     messages = [
@@ -200,14 +199,14 @@ DEEP = b"[" * 100_000
     "data",
     [b"", b"[]", b"{", b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff", b'{"prompt": "\\ud800"}', DEEP],
 )
-def test_bodies_that_are_none(data: bytes) -> None:
+def test_bodies_that_are_none(data):
     with pytest.raises(Refused) as error:
         parse_body(data)
     assert error.value.status == 400
     json.dumps(error.value.message, ensure_ascii=False).encode()
 
 
-def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one() -> None:
+def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one():
     for host in ("0.0.0.0", "::"):
         with refused(r"host: .* api_key"):
             listen(ServeConfig(host=host, port=0))
@@ -217,21 +216,19 @@ def test_only_a_key_opens_the_server_to_others_and_one_port_is_for_one() -> None
 
 
 @every_row("values", [{"api_key": ""}, {"api_key": "ä"}, {"port": -1}, {"queue": -1}])
-def test_bad_options(values: dict[str, Any]) -> None:
+def test_bad_options(values):
     with refused(next(iter(values))):
         ServeConfig(**values)
 
 
-def test_what_it_takes_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_takes_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr("tswift.cli.serve.find_spec", lambda name: None)
     assert main(["serve", "--port", "0"]) == 2
     error = "tswift serve needs starlette, uvicorn, pydantic: pip install 'tswift[serve]'"
     assert capsys.readouterr().err == f"tswift: error: {error}\n"
 
 
-def test_clients_do_not_learn_where_the_model_lies(tmp_path: Path) -> None:
+def test_clients_do_not_learn_where_the_model_lies(tmp_path):
     (tmp_path / "mine").mkdir()
     for given, model, known in (
         (None, str(tmp_path / "mine"), "mine"),

@@ -27,12 +27,12 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 
 
 @pytest.fixture(scope="module")
-def model(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(checkpoint: Path, tmp_path_factory) -> Path:
     return with_template(checkpoint, tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model: Path, tmp_path_factory) -> Iterator[Server]:
     found = Server(
         tmp_path_factory.mktemp("server"), f"--model {model}", SAMPLING, "--queue 2 --demo-page"
     )
@@ -101,9 +101,7 @@ def events_of(content: bytes) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_completion_is_the_text_of_generate(
-    server: Server, complete: Complete, model: Path, tmp_path: Path
-) -> None:
+def test_a_completion_is_the_text_of_generate(server, complete, model, tmp_path):
     whole = generated(tmp_path, model, "--len 120 --seed 7 --stop-at-eos")
     answer = complete(max_tokens=120, seed=7)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (whole, "length")
@@ -134,7 +132,7 @@ def test_a_completion_is_the_text_of_generate(
         assert complete(prompt=prompt, max_tokens=120, seed=7).choices[0].text == whole
 
 
-def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_path: Path) -> None:
+def test_penalties_are_those_of_generate(complete, model, tmp_path):
     words = "--presence-penalty 0.8 --frequency-penalty 0.5 --stop-on-loop 3"
     whole = generated(tmp_path, model, words, "--len 60 --seed 7 --stop-at-eos")
     asked_for: dict[str, Any] = {
@@ -147,9 +145,7 @@ def test_penalties_are_those_of_generate(complete: Complete, model: Path, tmp_pa
     assert complete(max_tokens=60, seed=7).choices[0].text != whole
 
 
-def test_names_that_clients_send(
-    server: Server, complete: Complete, model: Path, tmp_path: Path
-) -> None:
+def test_names_that_clients_send(server, complete, model, tmp_path):
     """By OpenAI's own client, whose extra_body has those of vLLM."""
     asked: dict[str, Any] = {"max_tokens": 60, "seed": 7, "logit_bias": {"0": 4}}
     plain = complete(**asked).choices[0]
@@ -181,7 +177,7 @@ def test_names_that_clients_send(
     assert text_of(chunks) == TEXT + plain.text
 
 
-def test_several_texts_of_a_request(server: Server, complete: Complete) -> None:
+def test_several_texts_of_a_request(server, complete):
     """One after the other, with seeds that follow each other: each is a run of its own."""
     alone = [complete(max_tokens=30, seed=seed) for seed in (5, 6, 7)]
     answer = complete(max_tokens=30, seed=5, n=3)
@@ -201,7 +197,7 @@ def test_several_texts_of_a_request(server: Server, complete: Complete) -> None:
     assert server.get(f"/v1/runs/{last.id}")["seed"] == 5
 
 
-def test_what_vllms_benchmark_sends(server: Server, model: Path) -> None:
+def test_what_vllms_benchmark_sends(server, model):
     """Both kinds of requests, with all fields that `vllm bench serve` gives them."""
     usual = {
         "model": model.name,
@@ -223,9 +219,7 @@ def test_what_vllms_benchmark_sends(server: Server, model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_chat_is_the_text_of_generate_chat(
-    client: openai.OpenAI, model: Path, tmp_path: Path
-) -> None:
+def test_a_chat_is_the_text_of_generate_chat(client, model, tmp_path):
     (tmp_path / "system.txt").write_text("Be brief.")
     words = f"--chat --system {tmp_path}/system.txt --len 60 --seed 2 --stop-at-eos"
     whole = generated(tmp_path, model, words)
@@ -243,9 +237,7 @@ def test_a_chat_is_the_text_of_generate_chat(
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(
-    server: Server, complete: Complete
-) -> None:
+def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(server, complete):
     asked_for: dict[str, Any] = {"max_tokens": 300, "seed": 1, "logit_bias": {"0": 4}}
     answer = complete(**asked_for)
     text = answer.choices[0].text
@@ -263,9 +255,7 @@ def test_an_end_of_text_token_ends_the_text_and_is_no_part_of_it(
 
 
 @pytest.mark.slow
-def test_stop_strings_and_biases_are_those_of_generate(
-    server: Server, complete: Complete, model: Path, tmp_path: Path
-) -> None:
+def test_stop_strings_and_biases_are_those_of_generate(server, complete, model, tmp_path):
     asked_for: dict[str, Any] = {"max_tokens": 120, "seed": 9, "logit_bias": {"40": 5, "41": -100}}
     whole = complete(**asked_for).choices[0].text
     middle = whole[len(whole) // 2 :][:3]  # wherever tokens begin and end
@@ -284,7 +274,7 @@ def test_stop_strings_and_biases_are_those_of_generate(
             complete(**{**asked_for, "logit_bias": wrong})
 
 
-def test_logprobs_of_a_completion(server: Server, complete: Complete, model: Path) -> None:
+def test_logprobs_of_a_completion(server, complete, model):
     """They are what the run's file holds, streamed or not;
     and the tokens that they speak of are the text's.
     """
@@ -322,7 +312,7 @@ def test_logprobs_of_a_completion(server: Server, complete: Complete, model: Pat
     assert [token for part in parts for token in part["tokens"]] == found.tokens[10:]
 
 
-def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) -> None:
+def test_logprobs_of_a_chat(server, client, model):
     asked_for: dict[str, Any] = {
         "model": model.name,
         "messages": MESSAGES,
@@ -359,9 +349,7 @@ def test_logprobs_of_a_chat(server: Server, client: openai.OpenAI, model: Path) 
         ({"own": {"method": "block"}}, "drafter", "invalid_value"),
     ],
 )
-def test_errors_are_those_of_the_interface(
-    complete: Complete, fields: dict[str, Any], param: str, code: str
-) -> None:
+def test_errors_are_those_of_the_interface(complete, fields, param, code):
     with pytest.raises(
         openai.NotFoundError if param == "model" else openai.BadRequestError
     ) as found:
@@ -398,16 +386,14 @@ def test_errors_are_those_of_the_interface(
         ("GET", "models", None, {"Host": "evil.example"}, 403),
     ],
 )
-def test_refusals(
-    server: Server, method: str, path: str, body: Any, headers: dict[str, str], status: int
-) -> None:
+def test_refusals(server, method, path, body, headers, status):
     before = len(list(server.runs.iterdir()))
     found, answer = asked(server, method, f"/v1/{path}", body, **headers)
     assert (found, bool(answer["error"]["message"])) == (status, True)
     assert len(list(server.runs.iterdir())) == before
 
 
-def test_a_body_that_is_too_large_is_answered_while_it_comes(server: Server) -> None:
+def test_a_body_that_is_too_large_is_answered_while_it_comes(server):
     host, port = server.url.removeprefix("http://").split(":")
     lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": "50000000"}
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
@@ -422,7 +408,7 @@ def test_a_body_that_is_too_large_is_answered_while_it_comes(server: Server) -> 
     assert found == (413, "body_too_large")
 
 
-def test_what_is_no_http_is_answered(server: Server) -> None:
+def test_what_is_no_http_is_answered(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(b"nothing of the kind\r\n\r\n")
@@ -431,15 +417,13 @@ def test_what_is_no_http_is_answered(server: Server) -> None:
         assert answer.status == 400
 
 
-def test_a_link_is_no_run(server: Server, complete: Complete) -> None:
+def test_a_link_is_no_run(server, complete):
     (server.runs / "link").symlink_to(complete(max_tokens=5).id)
     assert asked(server, "GET", "/v1/runs/link")[0] == 404
     assert "link" not in [run["id"] for run in server.get("/v1/runs")["data"]]
 
 
-def test_the_queue_is_bounded_and_a_run_can_be_cancelled(
-    server: Server, complete: Complete
-) -> None:
+def test_the_queue_is_bounded_and_a_run_can_be_cancelled(server, complete):
     long: dict[str, Any] = {
         "own": {"method": "ar", "stop_at_eos": False},
         "max_tokens": 4000,
@@ -469,7 +453,7 @@ def test_the_queue_is_bounded_and_a_run_can_be_cancelled(
 
 
 @pytest.mark.slow
-def test_who_comes_back_gets_the_rest(server: Server, complete: Complete) -> None:
+def test_who_comes_back_gets_the_rest(server, complete):
     whole = complete({"stop_at_eos": False}, max_tokens=200, seed=5)
     text = whole.choices[0].text
     path = f"/v1/runs/{whole.id}"
@@ -485,12 +469,12 @@ def test_who_comes_back_gets_the_rest(server: Server, complete: Complete) -> Non
     assert longer["choices"][0]["text"].startswith(text.rstrip("\ufffd"))
 
 
-def test_the_demo_page(server: Server) -> None:
+def test_the_demo_page(server):
     status, content = asked(server, "GET", "/")
     assert (status, b"<script" in content) == (200, True)
 
 
-def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
+def test_runs_of_generate_are_runs_too(server, model):
     text = generated(server.runs, model, "--len 30")
     run = server.get("/v1/runs/run")
     assert (run["text"], run["state"], run["usage"]["completion_tokens"]) == (text, "finished", 30)
@@ -498,15 +482,13 @@ def test_runs_of_generate_are_runs_too(server: Server, model: Path) -> None:
     assert longer["choices"][0]["text"].startswith(run["text"])
 
 
-def test_another_server_on_the_same_folder_is_refused(
-    server: Server, model: Path, tmp_path: Path
-) -> None:
+def test_another_server_on_the_same_folder_is_refused(server, model, tmp_path):
     process = Process([f"serve --port 0 --runs {server.runs} --model {model}"], tmp_path / "out")
     assert process.wait() == 2
     assert "another tswift serve writes to" in process.errors.read_text()
 
 
-def test_a_key(model: Path, tmp_path: Path) -> None:
+def test_a_key(model, tmp_path):
     server = Server(tmp_path, f"--model {model} --api-key secret --host 0.0.0.0")
     server.url = server.url.replace("0.0.0.0", "127.0.0.1")
     assert server.get("/health")["status"] == "ok"

@@ -43,7 +43,7 @@ def model(checkpoint: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def two_ends(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def two_ends(checkpoint: Path, tmp_path_factory) -> LoadedModel:
     """The same model, with two end-of-text tokens."""
     folder = tmp_path_factory.mktemp("ends") / "two"
     shutil.copytree(checkpoint, folder)
@@ -64,7 +64,7 @@ def serving(model: LoadedModel, folder: Path) -> Iterator[Service]:
 
 
 @pytest.fixture
-def service(model: LoadedModel, tmp_path: Path) -> Iterator[Service]:
+def service(model: LoadedModel, tmp_path) -> Iterator[Service]:
     with serving(model, tmp_path) as found:
         yield found
 
@@ -143,9 +143,7 @@ def refusal(service: Service, run: Run, body: dict[str, Any]) -> tuple[int, str,
 
 
 @pytest.mark.slow
-def test_any_end_of_text_token_is_no_part_of_the_text(
-    two_ends: LoadedModel, tmp_path: Path
-) -> None:
+def test_any_end_of_text_token_is_no_part_of_the_text(two_ends, tmp_path):
     with serving(two_ends, tmp_path) as service:
         for ends in (0, 12):
             run = done(
@@ -179,16 +177,14 @@ def test_any_end_of_text_token_is_no_part_of_the_text(
         (None, "/v1/models", {"sec_fetch_site": "same-origin"}, 200),
     ],
 )
-def test_who_is_let_in(key: str | None, path: str, headers: dict[str, str], status: int) -> None:
+def test_who_is_let_in(key, path, headers, status):
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     assert asked(authorize(app, "127.0.0.1", key), "POST", path, **headers)[0] == status
 
 
-def test_clients_do_not_repeat_a_run_that_failed(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_do_not_repeat_a_run_that_failed(service, monkeypatch):
     status, headers, content = asked(service, "POST", "/v1/completions", SHORT)
     assert (status, headers["x-run-id"]) == (200, json.loads(content)["id"])
     monkeypatch.setattr("tswift.serving.service.start", lambda *words, **others: 1 / 0)
@@ -197,7 +193,7 @@ def test_clients_do_not_repeat_a_run_that_failed(
     assert service.find(headers["x-run-id"]).state == "failed"
 
 
-def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Path) -> None:
+def test_health_tells_whether_anything_decodes(model, tmp_path):
     with serving(model, tmp_path) as service:
         assert asked(service, "GET", "/health")[0] == 200
     assert asked(service, "GET", "/health")[0] == 503
@@ -205,8 +201,8 @@ def test_health_tells_whether_anything_decodes(model: LoadedModel, tmp_path: Pat
 
 @pytest.mark.slow
 def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_for(
-    service: Service,
-) -> None:
+    service,
+):
     asked_for = {**ASKED, "max_tokens": 600, "stream": True}
     for cancel, stream in ((False, True), (True, True), (True, False)):
         state = ("finished", "cancelled")[cancel]
@@ -219,9 +215,7 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
     assert done(run).state == "finished"
 
 
-def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
-    service: Service, model: LoadedModel
-) -> None:
+def test_offsets_of_a_reader_who_comes_back_before_the_tokens(service, model):
     run = done(service.accept_one({**SHORT, "logprobs": 0}, False))
     whole: Any = Logprobs(run, model.tokenizer, 0).up_to(5)
     again = Run(run.path, run.config, run.request)
@@ -232,7 +226,7 @@ def test_offsets_of_a_reader_who_comes_back_before_the_tokens(
     assert rest["text_offset"] == whole["text_offset"][3:]
 
 
-def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
+def test_what_resume_refuses(two_ends, tmp_path):
     with serving(two_ends, tmp_path) as service:
         first = begun(service.accept_one(LONG, False))
         waiting = service.accept_one(LONG, False)
@@ -257,7 +251,7 @@ def test_what_resume_refuses(two_ends: LoadedModel, tmp_path: Path) -> None:
         assert ended(service, waiting).stats.tokens == 7
 
 
-def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_length_that_waits_is_kept(model, tmp_path):
     with serving(model, tmp_path) as service:
         short, shorter = (
             done(service.accept_one(SHORT, False)),
@@ -272,9 +266,7 @@ def test_a_length_that_waits_is_kept(model: LoadedModel, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_runs_of_another_model_are_left_alone(
-    model: LoadedModel, two_ends: LoadedModel, tmp_path: Path
-) -> None:
+def test_runs_of_another_model_are_left_alone(model, two_ends, tmp_path):
     with serving(model, tmp_path) as service:
         first = begun(service.accept_one({**LONG, "max_tokens": 600}, False))
         waiting = service.accept_one(SHORT, False)
@@ -289,7 +281,7 @@ def test_runs_of_another_model_are_left_alone(
         assert {ended(service, run).state for run in (first, waiting)} == {"finished"}
 
 
-def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
+def test_files_that_are_broken_are_left_alone(model, tmp_path):
     with serving(model, tmp_path) as service:
         names = [done(service.accept_one(SHORT, False)).id for _ in range(2)]
     for name, file in zip(names, ("request.json", "run.json"), strict=True):
@@ -306,7 +298,7 @@ def test_files_that_are_broken_are_left_alone(model: LoadedModel, tmp_path: Path
 @pytest.mark.parametrize(
     "name", ["text.txt", "logprobs.bin", "tokens.u32", "journal", "request.json", "run.json"]
 )
-def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, name: str) -> None:
+def test_a_link_in_a_run_is_not_followed(model, tmp_path, name):
     """Not even to the file itself, which lies elsewhere now."""
     (tmp_path / "runs").mkdir()
     with serving(model, tmp_path / "runs") as service:
@@ -321,7 +313,7 @@ def test_a_link_in_a_run_is_not_followed(model: LoadedModel, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["text.txt", "logprobs.bin", "tokens.u32"])
-def test_what_does_not_fit_is_not_served(service: Service, name: str) -> None:
+def test_what_does_not_fit_is_not_served(service, name):
     run = done(service.accept_one({**SHORT, "logprobs": 1}, False))
     content = (run.path / name).read_bytes()
     (run.path / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
@@ -331,7 +323,7 @@ def test_what_does_not_fit_is_not_served(service: Service, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def recommending(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+def recommending(checkpoint: Path, tmp_path_factory) -> LoadedModel:
     """The same model, whose authors recommend how to sample."""
     folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("recommending") / "model"))
     own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
@@ -367,12 +359,12 @@ def recommending(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     ids=str,
 )
 def test_sampling_that_nobody_asked_for(
-    recommending: LoadedModel,
-    tmp_path: Path,
-    typed: dict[str, Any],
-    body: dict[str, Any],
-    wanted: dict[str, Any],
-) -> None:
+    recommending,
+    tmp_path,
+    typed,
+    body,
+    wanted,
+):
     """It is the model's own, also for who comes to a server that was killed before."""
     preset = {"model": recommending.name} if "preset" in typed else {}
     service = Service(recommending, ServeConfig(runs=tmp_path), {**typed, **preset}, SAID.append)
@@ -385,7 +377,7 @@ def test_sampling_that_nobody_asked_for(
     assert kept.get("sampling_from") == (None if preset else typed.get("sampling_from", "model"))
 
 
-def test_who_sends_nothing_is_not_penalised(service: Service) -> None:
+def test_who_sends_nothing_is_not_penalised(service):
     """Nor who sent a temperature of 0 alone, for which OpenAI's interface knows no penalty."""
     usual = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "penalty": 1.0}
     for sent in ({}, {"temperature": 0}, {"temperature": 0, "penalty": 1.1}):
@@ -395,13 +387,11 @@ def test_who_sends_nothing_is_not_penalised(service: Service) -> None:
         assert (drawn["presence_penalty"], drawn["frequency_penalty"]) == (0, 0)
 
 
-def test_cancel_and_resume_at_the_same_time(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_and_resume_at_the_same_time(service, monkeypatch):
     """Whichever comes last decides what the file says."""
     threads = list[threading.Thread]()
 
-    def slow(path: Path, content: bytes) -> None:
+    def slow(path, content):
         if b'"state": "cancelled"' in content and not threads:
             threads.append(threading.Thread(target=service.resume, args=(waiting.id,)))
             threads[0].start()
@@ -416,10 +406,8 @@ def test_cancel_and_resume_at_the_same_time(
     assert "state" not in read_json(waiting.path / "request.json")
 
 
-def test_bodies_are_parsed_beside_the_event_loop(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def parse(data: bytes) -> Any:
+def test_bodies_are_parsed_beside_the_event_loop(service, monkeypatch):
+    def parse(data):
         raise Refused(418, threading.current_thread().name)
 
     monkeypatch.setattr(routes, "parse_body", parse)
@@ -444,9 +432,7 @@ def test_bodies_are_parsed_beside_the_event_loop(
         (7, ("One", "!", ""), FINISHED, "eos", "One!"),
     ],
 )
-def test_what_is_shown_of_a_text(
-    last: int, pieces: tuple[str, ...], state: str, end: str, text: str
-) -> None:
+def test_what_is_shown_of_a_text(last, pieces, state, end, text):
     run = Run(Path("run"), RunConfig())
     job: Any = SimpleNamespace(
         config=RunConfig(),
@@ -471,8 +457,8 @@ def test_what_is_shown_of_a_text(
 
 
 def test_reading_by_pieces_gives_the_text_however_it_is_cut(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("tswift.serving.run._MAX_TEXT", 5)
     run = Run(Path("run"), RunConfig())
     words = ["Café ", "größer", "", " 夜が明けた", "."]
@@ -496,7 +482,7 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(
     assert run.read(9, 0)[1] == 9
 
 
-def test_a_pipe_in_a_runs_folder_is_not_waited_for(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_pipe_in_a_runs_folder_is_not_waited_for(model, tmp_path):
     """In the place of each file, of runs that a server that starts again is to go on with."""
     with serving(model, tmp_path) as service:
         run = begun(service.accept_one(LONG, chat=False))

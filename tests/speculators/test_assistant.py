@@ -98,9 +98,7 @@ def as_published(stock, assistant, text: list[int], path: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("clusters", [False, True])
 @pytest.mark.parametrize("kind", first(1, KINDS))
-def test_logits_are_those_of_transformers_own_class(
-    kind: str, clusters: bool, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_transformers_own_class(kind, clusters, tmp_path):
     model, stock, assistant = written(kind, tmp_path, clusters)
     target = model.target
     network = model.target.speculator
@@ -132,7 +130,7 @@ def test_logits_are_those_of_transformers_own_class(
 
 
 @pytest.mark.parametrize("kind", first(1, KINDS))
-def test_texts_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
+def test_texts_are_those_of_plain_decoding(kind, tmp_path):
     model, *_ = written(kind, tmp_path, True)
     prompt = random_prompt(100, 4, model.target.vocab_size)
     params = SamplingParams(min_p=0.0)
@@ -150,7 +148,7 @@ def test_texts_are_those_of_plain_decoding(kind: str, tmp_path: Path) -> None:
     assert max(step.nodes for step in steps) > 1
 
 
-def test_what_a_folder_holds_and_whom_it_is_for(tmp_path: Path) -> None:
+def test_what_a_folder_holds_and_whom_it_is_for(tmp_path):
     written(KINDS[0], tmp_path, False)
     folder = tmp_path / "assistant"
     told = describe_drafter(folder)

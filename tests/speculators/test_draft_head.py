@@ -49,11 +49,11 @@ def with_output(change: str) -> Target:
 
 
 @pytest.mark.parametrize("change", ["", "bias", "quantised"])
-def test_by_pytorch(change: str) -> None:
+def test_by_pytorch(change):
     check(with_output(change), IDS, 1e-12)
 
 
-def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factor_and_a_soft_cap(monkeypatch):
     target = tiny_target()
     hidden = states(HIDDEN, torch.float64)
     plain = DraftHead(target, IDS)(hidden)
@@ -66,7 +66,7 @@ def test_a_factor_and_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_program
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("scale", "cap"), [(0, 0), (0.5, 0), (0, 2)])
-def test_by_codes(bits: int, scale: float, cap: float) -> None:
+def test_by_codes(bits, scale, cap):
     """The model's own codes, with the factor and the cap of its outputs."""
     target = target_of("llama", bits)
     assert target.runner.program is not None
@@ -79,13 +79,13 @@ def test_by_codes(bits: int, scale: float, cap: float) -> None:
     assert torch.equal(head(states(target.hidden_size, target.dtype)), found)
 
 
-def test_of_all_tokens_it_is_the_models_own() -> None:
+def test_of_all_tokens_it_is_the_models_own():
     target = tiny_target()
     hidden = states(HIDDEN, torch.float64)
     assert torch.equal(DraftHead(target, None)(hidden), target.logits(hidden))
 
 
-def test_heads_make_it_once_for_a_model_and_a_vocabulary() -> None:
+def test_heads_make_it_once_for_a_model_and_a_vocabulary():
     heads = copy.deepcopy(tiny_heads())
     target = tiny_target()
     first = heads.draft_head(target)

@@ -42,7 +42,7 @@ from tswift.speculators.heads import MedusaHeads
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     return make_base(tmp_path_factory.mktemp("base"))
 
 
@@ -104,9 +104,7 @@ def layers_of(published: dict[str, Tensor], start: Tensor, lm_head: Tensor) -> l
 TEXT = [5, 80, 9, 33, 7, 100, 61]
 
 
-def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(
-    base: Path, tmp_path: Path
-) -> None:
+def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(base, tmp_path):
     model = load(str(tokenswift_model(base, tmp_path / "m")), dtype="float64", device="cpu")
     assert model.heads is not None
     assert (model.heads.kind, model.heads.count, model.heads.pre_norm) == ("chained", COUNT, True)
@@ -125,7 +123,7 @@ def test_heads_of_tokenswift_guess_from_the_state_before_the_final_norm(
         )[-COUNT:]
 
 
-def test_heads_of_medusa_guess_side_by_side(base: Path, tmp_path: Path) -> None:
+def test_heads_of_medusa_guess_side_by_side(base, tmp_path):
     model = load(
         str(base), dtype="float64", device="cpu", heads=medusa_file(base, tmp_path, layers=2)
     )
@@ -144,9 +142,7 @@ def test_heads_of_medusa_guess_side_by_side(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokenswift", "medusa"])
-def test_every_method_writes_the_text_of_plain_decoding(
-    base: Path, tmp_path: Path, kind: str
-) -> None:
+def test_every_method_writes_the_text_of_plain_decoding(base, tmp_path, kind):
     model = tokenswift_model(base, tmp_path / "m") if kind == "tokenswift" else base
     heads = medusa_file(base, tmp_path) if kind == "medusa" else None
     loaded = load(str(model), dtype="float64", device="cpu", heads=heads)
@@ -155,7 +151,7 @@ def test_every_method_writes_the_text_of_plain_decoding(
     assert len(set(found["ar"])) > 20
 
 
-def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
+def test_the_states_before_the_norm_survive_passes_that_are_replayed():
     target = Target(tiny_llama("gqa", torch.float64), LengthOnDevice)
     text = list(range(9))
     heads = medusa_heads()
@@ -186,7 +182,7 @@ def test_the_states_before_the_norm_survive_passes_that_are_replayed() -> None:
         ("heads of ours beside them", "medusa", 1),
     ],
 )
-def test_where_heads_may_be(base: Path, tmp_path: Path, where: str, kind: str, count: int) -> None:
+def test_where_heads_may_be(base, tmp_path, where, kind, count):
     folder = shutil.copytree(base, tmp_path / "m")
     vocab = read_json(base / "config.json")["vocab_size"]
     if where == "medusa among the weights":
@@ -211,7 +207,7 @@ def test_where_heads_may_be(base: Path, tmp_path: Path, where: str, kind: str, c
     assert (heads.kind, heads.count) == (kind, count)
 
 
-def test_heads_of_a_model_of_the_hub(base: Path, tmp_path: Path, monkeypatch) -> None:
+def test_heads_of_a_model_of_the_hub(base, tmp_path, monkeypatch):
     """As the hub's client keeps what it has fetched."""
     cache = tmp_path / "models--tswift--heads"
     (cache / "refs").mkdir(parents=True)
@@ -227,7 +223,7 @@ def test_heads_of_a_model_of_the_hub(base: Path, tmp_path: Path, monkeypatch) ->
 def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
     """Other tensors of heads."""
 
-    def apply(folder: Path) -> None:
+    def apply(folder: Path):
         path = next(iter(folder.glob("m*extra.safetensors")), folder / "medusa_lm_head.safetensors")
         tensors = load_file(path)
         change(tensors)
@@ -243,7 +239,7 @@ def changed(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], N
 def cut(part: str, *sizes: int) -> Callable[[Path], None]:
     """Tensors with a part in their name are cut to sizes."""
 
-    def change(tensors: dict[str, Tensor]) -> None:
+    def change(tensors: dict[str, Tensor]):
         for name, value in tensors.items():
             if part in name:
                 tensors[name] = value[tuple(map(slice, sizes[: value.dim()]))].clone()
@@ -251,7 +247,7 @@ def cut(part: str, *sizes: int) -> Callable[[Path], None]:
     return changed(change)
 
 
-def pickled(folder: Path) -> None:
+def pickled(folder: Path):
     (folder / "medusa_lm_head.safetensors").unlink()
     (folder / "medusa_lm_head.pt").write_bytes(b"whatever")
 
@@ -290,7 +286,7 @@ BROKEN: list[tuple[str, Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("layout", "spoil", "match"), BROKEN)
-def test_heads_that_are_broken(base: Path, tmp_path: Path, layout: str, spoil, match: str) -> None:
+def test_heads_that_are_broken(base, tmp_path, layout, spoil, match):
     folder = (
         tokenswift_model(base, tmp_path / "m")
         if layout == "tokenswift"
@@ -301,8 +297,8 @@ def test_heads_that_are_broken(base: Path, tmp_path: Path, layout: str, spoil, m
     refuse(str(model), match, "heads", heads=heads)
 
 
-def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
-    def refused(match: str, heads: Path) -> None:
+def test_other_things_that_are_no_heads(base, tmp_path):
+    def refused(match, heads):
         refuse(str(base), match, "heads", heads=heads)
 
     (tmp_path / "heads.pt").write_bytes(b"whatever")
@@ -324,7 +320,7 @@ def test_other_things_that_are_no_heads(base: Path, tmp_path: Path) -> None:
     refused("no safetensors file in the folder", folder)
 
 
-def test_a_model_without_a_final_norm_that_is_known(base: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_final_norm_that_is_known(base, tmp_path):
     opt = ARCHITECTURES["OPT"]
     heads = tokenswift_model(base, tmp_path / "t")
     checkpoint(

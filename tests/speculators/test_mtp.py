@@ -110,7 +110,7 @@ def with_head(folder: Path, kind: str = KIND) -> tuple[PreTrainedModel, Head]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mtp")
     with_head(folder)
     return folder
@@ -139,7 +139,7 @@ def expected_logits(model: PreTrainedModel, head: Head, text: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_it_computes_what_layers_of_transformers_do(tmp_path: Path, kind: str) -> None:
+def test_it_computes_what_layers_of_transformers_do(tmp_path, kind):
     """Over more tokens than a layer's window has, if it has one."""
     own, head = with_head(tmp_path, kind)
     target = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa").target
@@ -160,9 +160,7 @@ def test_it_computes_what_layers_of_transformers_do(tmp_path: Path, kind: str) -
 
 
 @pytest.mark.parametrize("kind", BY_TRANSFORMERS)
-def test_the_layout_is_the_one_that_transformers_reads(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_layout_is_the_one_that_transformers_reads(tmp_path, kind, monkeypatch):
     """So that the test above is of checkpoints as they are published."""
     _, head = with_head(tmp_path, kind)
     own = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -175,7 +173,7 @@ def test_the_layout_is_the_one_that_transformers_reads(
 
 
 @pytest.mark.parametrize("kind", first(2, (MELLUM, GLM, NEXT, MOE)))
-def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path: Path, kind: str) -> None:
+def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path, kind):
     with_head(tmp_path, kind)
     model = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa")
     prompt = model.encode("The ship had lain")
@@ -187,7 +185,7 @@ def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path: Path, kind: str
 
 
 @torch.inference_mode()
-def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_path: Path) -> None:
+def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_path):
     """On two levels, after tokens that were accepted and not; the second reads the head's own
     state.
     """
@@ -203,7 +201,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_
     propose = source.propose
     checked = []
 
-    def noted(tree: Any, context: Any) -> None:
+    def noted(tree, context):
         text = torch.tensor([[*context.text]])
         states = own.get_decoder()(text, use_cache=False).last_hidden_state[:, :-1]
         tokens = text[:, 1:]
@@ -221,7 +219,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_
     assert len(checked) >= len(steps) - 1 > 5
 
 
-def test_no_text_changes_by_it(model: LoadedModel) -> None:
+def test_no_text_changes_by_it(model):
     """Bit for bit; and it drafts."""
     prompt = model.encode("The ship had lain")
     options = options_for("mtp", costs="nominal", nodes=12)
@@ -233,7 +231,7 @@ def test_no_text_changes_by_it(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("kind", first(1, (KIND, GLM)))
-def test_a_model_without_one_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_model_without_one_is_refused(tmp_path, kind):
     checkpoint(ARCHITECTURES[kind], tmp_path)
     bare = load(str(tmp_path), device="cpu", attention="sdpa")
     with refused("mtp drafts with the model's own MTP head, and it has none"):
@@ -248,7 +246,7 @@ def test_a_model_without_one_is_refused(tmp_path: Path, kind: str) -> None:
         (GLM, "model.layers.2.shared_head.norm.weight", "has model.layers.2.shared_head.norm"),
     ],
 )
-def test_a_head_of_other_sizes_is_refused(tmp_path: Path, kind: str, name: str, said: str) -> None:
+def test_a_head_of_other_sizes_is_refused(tmp_path, kind, name, said):
     model = checkpoint(ARCHITECTURES[kind], tmp_path)
     tensors = in_the_publishers_layout(kind, random_head(model), model.config.num_hidden_layers)
     assert name in tensors

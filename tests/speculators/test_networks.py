@@ -80,7 +80,7 @@ def remembered(
 
 
 @needs_program
-def test_in_float32_a_processor_rounds_layers_to_8_bits(tmp_path: Path) -> None:
+def test_in_float32_a_processor_rounds_layers_to_8_bits(tmp_path):
     text = random_prompt(40, 1, VOCAB)
     folder = drafter_folder(tmp_path, "eagle-safeai")
     found = []
@@ -92,16 +92,14 @@ def test_in_float32_a_processor_rounds_layers_to_8_bits(tmp_path: Path) -> None:
     assert 0 < float((found[1] - found[0]).abs().max()) < 0.05 * float(found[0].std())
 
 
-def test_the_name_that_others_give_to_dspark(tmp_path: Path) -> None:
+def test_the_name_that_others_give_to_dspark(tmp_path):
     named = drafter_folder(tmp_path, "dspark", {"architectures": ["DSparkDraftModel"]})
     assert find_drafter(named).spec == find_drafter(drafter_folder(tmp_path / "own", "dspark")).spec
 
 
 @pytest.mark.parametrize("budget", first(1, [BUDGET, 64]))
 @pytest.mark.parametrize("layout", first(2, LAYOUTS[::-1]))
-def test_logits_are_those_of_a_dense_recomputation(
-    layout: str, budget: int, tmp_path: Path
-) -> None:
+def test_logits_are_those_of_a_dense_recomputation(layout, budget, tmp_path):
     network = load(drafter_folder(tmp_path, layout))
     text = random_prompt(30, 3, VOCAB)
     levels = min(3, network.spec.count)
@@ -134,7 +132,7 @@ def test_logits_are_those_of_a_dense_recomputation(
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_a_block_is_that_of_transformers_own_module(tmp_path: Path) -> None:
+def test_a_block_is_that_of_transformers_own_module(tmp_path):
     """Muse-Glimmer's assistant: as saved, with a window in one layer, the model's embeddings as
     they are stored.
     """
@@ -187,7 +185,7 @@ def test_a_block_is_that_of_transformers_own_module(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
 
 
-def test_embeddings_as_they_are_stored() -> None:
+def test_embeddings_as_they_are_stored():
     """Not as a model's layers read them: scaled or normed."""
     target = Target(ARCHITECTURES["Gemma 3 (windows)"].make(VOCAB).double())
     tokens = torch.tensor([3, 5])
@@ -196,7 +194,7 @@ def test_embeddings_as_they_are_stored() -> None:
     assert not torch.equal(target.embed(tokens), stored[tokens])
 
 
-def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> None:
+def test_a_window_after_many_commits_is_made_from_scratch(tmp_path):
     text = random_prompt(60, 5, VOCAB)
     for layout in ("dspark", "eagle-safeai"):
         network = load(drafter_folder(tmp_path / layout, layout))
@@ -220,7 +218,7 @@ def test_a_window_after_many_commits_is_made_from_scratch(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
+def test_what_a_folder_holds(layout, tmp_path):
     found = describe_drafter(drafter_folder(tmp_path, layout))
     kinds = {"eagle": "eagle3", "dspark": "dspark", "dflash2": "dflash2"}
     kind = kinds.get(layout.partition("-")[0], "dflash")
@@ -250,7 +248,7 @@ def test_what_a_folder_holds(layout: str, tmp_path: Path) -> None:
     assert found["parameters"] == sum(weight.numel() for weight in read.values())
 
 
-def test_taps_by_every_convention(tmp_path: Path) -> None:
+def test_taps_by_every_convention(tmp_path):
     """Ids that begin with 1 name layers, others what goes into them (SGLang, pull request 25454).
 
     z-lab's rule where the ids are missing: round(1 + i (N - 4) / (layers - 1)).
@@ -358,7 +356,7 @@ def test_taps_by_every_convention(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_refusals_by_header(layout, config, tensors, reason, tmp_path):
     if config.get("dflash_config"):
         config = {
             "dflash_config": {**config_of(layout)["dflash_config"], **config["dflash_config"]}
@@ -371,14 +369,14 @@ def test_refusals_by_header(layout: str, config, tensors, reason: str, tmp_path:
     assert error.value.field == "drafter"
 
 
-def test_pickles_are_not_read(tmp_path: Path) -> None:
+def test_pickles_are_not_read(tmp_path):
     folder = drafter_folder(tmp_path, "eagle-safeai")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with refused(r"only pytorch_model.bin, a pickle"):
         find_drafter(folder)
 
 
-def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
+def test_another_target_is_refused_by_its_sizes(tmp_path):
     found = find_drafter(drafter_folder(tmp_path, "dspark", {"num_target_layers": LAYERS}))
     found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
     for size, reason in {
@@ -411,15 +409,13 @@ def test_another_target_is_refused_by_its_sizes(tmp_path: Path) -> None:
         ("eagle-safeai", "d2t", torch.full((40,), 90), "d2t leads outside the vocabulary"),
     ],
 )
-def test_broken_weights_are_refused(
-    layout: str, name: str, value: torch.Tensor, reason: str, tmp_path: Path
-) -> None:
+def test_broken_weights_are_refused(layout, name, value, reason, tmp_path):
     with refused(reason):
         load(drafter_folder(tmp_path, layout, tensors={name: value}))
 
 
 @pytest.mark.parametrize(("model", "size"), [("qwen3-4b", 2.79e9), ("qwen3-8b", 4.74e9)])
-def test_published_sizes(model: str, size: float) -> None:
+def test_published_sizes(model, size):
     """DeepSpec's checkpoints in bfloat16, copies of embeddings and LM head among them."""
     config = SHAPES[model]
     spec = published_spec("dspark", config)
@@ -428,7 +424,7 @@ def test_published_sizes(model: str, size: float) -> None:
     assert spec.taps == (1, 9, 17, 25, 33)
 
 
-def test_shapes_have_random_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_have_random_drafters(monkeypatch):
     monkeypatch.setitem(SHAPES, "small", qwen3().config)
     monkeypatch.setattr(shapes, "_NOISE", 4099)
     for kind, method in (("dspark", "block"), ("dflash", "block"), ("eagle3", "eagle")):

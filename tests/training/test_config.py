@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -15,7 +14,7 @@ from transformers import LlamaConfig
 from tests.helpers import refused
 from tswift.models.architecture import skeleton
 from tswift.options import options_of, type_of
-from tswift.training.config import SHAPES, DraftConfig, HeadsConfig, TrainConfig
+from tswift.training.config import SHAPES, DraftConfig, HeadsConfig
 
 SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
 
@@ -31,9 +30,7 @@ SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
         (DraftConfig, {}, (512, 8, 1, None, 5.0)),
     ],
 )
-def test_defaults_of_a_gpu_and_of_a_cpu(
-    kind: type[TrainConfig], typed: dict | None, schedule: tuple
-) -> None:
+def test_defaults_of_a_gpu_and_of_a_cpu(kind, typed, schedule):
     chosen = {} if typed is None else typed | kind.cpu_defaults(typed)
     config = kind("x", **chosen).resolved()
     assert tuple(getattr(config, name) for name in SCHEDULE) == schedule
@@ -44,7 +41,7 @@ def test_defaults_of_a_gpu_and_of_a_cpu(
         assert shown in str(options["steps" if name == "minutes" else name].shown)
 
 
-def test_the_shape_of_table_11() -> None:
+def test_the_shape_of_table_11():
     """Its rows, as the paper's appendix has them, and the number in its title."""
     table = {
         "hidden_size": 768,
@@ -65,7 +62,7 @@ def test_the_shape_of_table_11() -> None:
 
 
 @pytest.mark.parametrize("kind", [HeadsConfig, DraftConfig])
-def test_every_number_has_a_range_and_every_choice_is_taken(kind: type[TrainConfig]) -> None:
+def test_every_number_has_a_range_and_every_choice_is_taken(kind):
     for item, carried in options_of(kind):
         if type_of(kind, item.name)[0] is not str:
             bad = carried.above if carried.least is None else carried.least - 1
@@ -102,14 +99,12 @@ def test_every_number_has_a_range_and_every_choice_is_taken(kind: type[TrainConf
         ),
     ],
 )
-def test_what_is_refused(kind: type[TrainConfig], values: dict, message: str) -> None:
+def test_what_is_refused(kind, values, message):
     with refused(rf"^{re.escape(message)}"):
         kind("x", **values)
 
 
-def test_resolved_settings_hold_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resolved_settings_hold_in_another_folder(tmp_path, monkeypatch):
     for name in ("books", "demo"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -118,7 +113,7 @@ def test_resolved_settings_hold_in_another_folder(
     assert HeadsConfig("emozilla/pg19").resolved().corpus == "emozilla/pg19"
 
 
-def test_only_what_changes_no_weight_may_be_another(tmp_path: Path) -> None:
+def test_only_what_changes_no_weight_may_be_another(tmp_path):
     config = HeadsConfig(str(tmp_path)).resolved()
     free = {
         "device": "cpu",

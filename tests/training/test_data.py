@@ -23,9 +23,7 @@ LENGTH = 96
 
 
 @given(st.integers(1, 20), st.integers(2, 30), st.integers(2, 2000), st.integers(0, 1000))
-def test_rows_are_crops_and_a_tail_of_each_jumps_below_the_limit(
-    rows: int, length: int, more: int, seed: int
-) -> None:
+def test_rows_are_crops_and_a_tail_of_each_jumps_below_the_limit(rows, length, more, seed):
     taken = random_rows(
         np.arange(100, 130, dtype=np.uint16), rows, length, np.random.default_rng(seed)
     )
@@ -41,7 +39,7 @@ def test_rows_are_crops_and_a_tail_of_each_jumps_below_the_limit(
     assert (steps[:, -1] > 1).all()
 
 
-def test_jumps_are_log_uniform_up_to_the_limit() -> None:
+def test_jumps_are_log_uniform_up_to_the_limit():
     jumps = jumping_positions(4000, 8, 100_008, np.random.default_rng(2))[:, -1] - 7
     assert jumps.max() > 90_000
     counts = np.histogram(np.log10(jumps), bins=[1, 2, 3, 4, 5])[0]
@@ -55,7 +53,7 @@ def parquet(path: Path, **columns: object) -> str:
     return str(path)
 
 
-def test_documents_of_folders_and_files(tmp_path: Path) -> None:
+def test_documents_of_folders_and_files(tmp_path):
     (tmp_path / "b.txt").write_text("\ufeffsecond\nline\n")
     (tmp_path / "a.txt").write_text("first ")
     assert load_documents(str(tmp_path)) == ["first", "second\nline"]
@@ -81,7 +79,7 @@ def test_documents_of_folders_and_files(tmp_path: Path) -> None:
         (lambda folder: (folder / "a.csv").write_text("a"), "holds no .parquet or .txt files"),
     ],
 )
-def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> None:
+def test_a_corpus_that_cannot_be_read(tmp_path, make, message):
     make(tmp_path)
     with refused() as error:
         load_documents(str(tmp_path))
@@ -92,7 +90,7 @@ def test_a_corpus_that_cannot_be_read(tmp_path: Path, make, message: str) -> Non
 @pytest.mark.parametrize(
     "corpus", ["", " ", "a" * 5000, "\0", "~nobody-at-all/x", "../a/b", "x y", "nobody/nothing"]
 )
-def test_names_that_are_no_corpus(corpus: str) -> None:
+def test_names_that_are_no_corpus(corpus):
     with refused(r"^corpus: "):
         load_documents(corpus)
 
@@ -111,7 +109,7 @@ def tokens(tiny: Tiny) -> list[list[int]]:
     return [tokenizer(path.read_text())["input_ids"] for path in sorted(tiny.corpus.glob("*.txt"))]
 
 
-def test_only_long_documents_are_kept_and_each_once(tiny: Tiny, tokens: list[list[int]]) -> None:
+def test_only_long_documents_are_kept_and_each_once(tiny, tokens):
     documents = prepared(tiny)
     chosen = sorted([*documents.train, *documents.held_out])
     assert chosen == [i for i, ids in enumerate(tokens[:-1]) if len(ids) > LENGTH]
@@ -131,9 +129,7 @@ def test_only_long_documents_are_kept_and_each_once(tiny: Tiny, tokens: list[lis
     )
 
 
-def test_rows_come_from_every_place_of_the_training_documents_alone(
-    tiny: Tiny, tokens: list[list[int]]
-) -> None:
+def test_rows_come_from_every_place_of_the_training_documents_alone(tiny, tokens):
     documents = prepared(tiny, held_out=5)
     assert len(documents.held_out) == 5
     assert not {*documents.held_out} & {*documents.train}
@@ -162,7 +158,7 @@ def test_rows_come_from_every_place_of_the_training_documents_alone(
     assert one.held_out_rows(LENGTH)[0].tolist() == [7, 8, *held[0][:-2]]
 
 
-def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny, tokens: list[list[int]]) -> None:
+def test_too_few_long_documents_and_unknown_tokens(tiny, tokens):
     held = (
         r"^held_out: .* has 18 documents of more than 96 tokens among 25, and 18 of .*; a smaller "
         r"seq_len takes"
@@ -175,7 +171,7 @@ def test_too_few_long_documents_and_unknown_tokens(tiny: Tiny, tokens: list[list
         prepared(tiny, vocabulary=largest)
 
 
-def test_tokens_are_kept_for_the_same_tokenizer_alone(tiny: Tiny, checkpoint: Path) -> None:
+def test_tokens_are_kept_for_the_same_tokenizer_alone(tiny, checkpoint):
     first = prepared(tiny)
     other = prepared(replace(tiny, model=checkpoint), vocabulary=320)
     assert (first.lengths != other.lengths).any()

@@ -15,7 +15,6 @@ import pytest
 from safetensors import safe_open
 
 from tests.helpers import read_json
-from tests.training.tiny import Tiny
 from tswift.cli import main
 from tswift.training.config import TIMES
 
@@ -77,12 +76,12 @@ def near(found: Any, wanted: Any) -> Any:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_written_and_every_loss(
-    tiny: Tiny,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    tiny,
+    name,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     # random weights: those of the model that was trained are each processor's own, and so are its
     # losses

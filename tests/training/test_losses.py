@@ -74,7 +74,7 @@ def check(
     room: Sequence[int],
     wanted: Tensor,
     hits: list,
-) -> None:
+):
     """Whatever logits there is room for, losses, hits and gradients are those of ``wanted``."""
     wanted.sum().backward()
     gradients = {name: weight.grad.clone() for name, weight in network.named_parameters()}
@@ -95,7 +95,7 @@ def check(
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> None:
+def test_heads_learn_in_stretches_as_in_one_piece(kind, objective):
     heads = heads_of(kind)
     model = stock()
     positions = None if kind == "chained" else JUMPING
@@ -131,7 +131,7 @@ def test_heads_learn_in_stretches_as_in_one_piece(kind: str, objective: str) -> 
     assert HeadsLoss(heads, tiny_target(), objective)(*taught).positions == ROWS * USED
 
 
-def test_a_draft_model_learns_in_stretches_as_in_one_piece() -> None:
+def test_a_draft_model_learns_in_stretches_as_in_one_piece():
     network = changed(0.02, 3)
     network.set_attn_implementation(CAUSAL)
     found = network(input_ids=IDS, position_ids=JUMPING, use_cache=False)
@@ -161,7 +161,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("what", first(2, ["text", "distill", "draft"]))
-def test_no_more_logits_than_there_is_room_for(what: str) -> None:
+def test_no_more_logits_than_there_is_room_for(what):
     vocabulary, hidden, length = 10_000, 300, 515
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -190,7 +190,7 @@ def test_no_more_logits_than_there_is_room_for(what: str) -> None:
     assert states < largest.elements <= most  # all logits would be 5 million
 
 
-def test_the_rate_rises_and_falls_along_a_cosine() -> None:
+def test_the_rate_rises_and_falls_along_a_cosine():
     rates = [learning_rate(step, step / 200, 50) for step in range(200)]
     assert rates[0] == pytest.approx(1 / 50)
     assert rates[24] == pytest.approx(0.5 * 0.5 * (1 + math.cos(math.pi * 24 / 200)))
@@ -203,8 +203,8 @@ def test_the_rate_rises_and_falls_along_a_cosine() -> None:
     assert (learning_rate(0, 0.0, 0), learning_rate(10, 1.5, 5)) == (1.0, 0.0)
 
 
-def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
-    def made(learnt: int, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def test_a_state_is_gone_on_with_and_another_ones_is_refused():
+    def made(learnt, state=None):
         network = tiny_llama("gqa", torch.float64)
         trainer = Trainer(
             network, muon(network, [network.get_input_embeddings().weight], 1e-2, 0.1), "draft"
@@ -235,9 +235,7 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused() -> None:
 @pytest.mark.parametrize(
     "params", [SamplingParams(window=30, penalty=4), SamplingParams(penalty=1, min_p=0)]
 )
-def test_agreement_counts_tokens_that_both_draw(
-    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agreement_counts_tokens_that_both_draw(params, monkeypatch):
     monkeypatch.setattr(agreement, "_ROWS", 7)
     monkeypatch.setattr(demo_draft, "_ROWS", 7)
     large = stock()
@@ -270,7 +268,7 @@ def test_agreement_counts_tokens_that_both_draw(
     assert measure_agreement(target, draft, text[:61], params) == scores[0][0]
 
 
-def test_recent_tokens_are_read_at_their_own_positions() -> None:
+def test_recent_tokens_are_read_at_their_own_positions():
     small = tiny_llama("gqa", torch.float64)
     text = torch.randint(small.config.vocab_size, (400,), generator=seeded(5)).tolist()
     ((whole, recent),) = agreements(

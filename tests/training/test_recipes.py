@@ -19,7 +19,6 @@ from recipes import demo, demo_draft, texts
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, refused, tiny_llama
-from tests.training.tiny import Tiny
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, ChainedHeads
 from tswift.training.config import DraftConfig
@@ -41,7 +40,7 @@ WORDS = [
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path) -> Path:
     rng = random.Random(1)
     (tmp_path / "corpus").mkdir()
     for number in range(50):
@@ -49,9 +48,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def test_the_recipe_makes_a_model_that_generates(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_makes_a_model_that_generates(tmp_path, corpus, monkeypatch):
     shape = demo.demo_config(300).to_dict() | {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -105,9 +102,7 @@ def test_the_recipe_makes_a_model_that_generates(
 
 
 @pytest.mark.slow
-def test_the_recipe_makes_a_draft_model(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_makes_a_draft_model(tmp_path, corpus, monkeypatch):
     for name, value in {"POSITIONS": (0, 40), "WINDOW": 16, "TEXTS": 2}.items():
         monkeypatch.setattr(demo_draft, name, value)
     path, work, out = (
@@ -130,7 +125,7 @@ def test_the_recipe_makes_a_draft_model(
     assert (out / "model.safetensors").read_bytes() == weights
 
 
-def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_interrupted_is_no_model(tmp_path, monkeypatch):
     monkeypatch.setattr(demo_draft, "load_documents", lambda corpus: ["a text"] * 50)
     monkeypatch.setattr(
         demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15)
@@ -140,7 +135,7 @@ def test_what_was_interrupted_is_no_model(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
 
 
-def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
+def test_pretraining_lowers_the_loss_of_model_and_heads():
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=17,
@@ -157,7 +152,7 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
     stream = np.tile(np.arange(17, dtype=np.uint16), 60)  # counting: easy to learn
     ids = torch.from_numpy(stream[:64].astype(np.int64)).unsqueeze(0)
 
-    def losses() -> tuple[float, float]:
+    def losses():
         with torch.no_grad():
             hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
             own = F.cross_entropy(model.lm_head(hidden[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -173,7 +168,7 @@ def test_pretraining_lowers_the_loss_of_model_and_heads() -> None:
     assert after[1] < 0.9 * before[1]
 
 
-def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
+def test_text_of_the_models_own_and_heads_that_learn_from_it():
     model = tiny_llama("gqa", torch.float32).requires_grad_(False)
     starts = np.random.default_rng(1).integers(1, 97, size=(6, 4))
     lines = []
@@ -201,9 +196,7 @@ def test_text_of_the_models_own_and_heads_that_learn_from_it() -> None:
 
 
 @pytest.mark.slow
-def test_texts_for_heads_are_the_models_own_and_parts_of_books(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_for_heads_are_the_models_own_and_parts_of_books(tiny, monkeypatch):
     monkeypatch.setattr(texts, "_EXTRACT", 30)
     books = [f"{name} " * 20 for name in ("alpha", "beta", "gamma", "delta")] + [
         "too short to take part of"

@@ -72,7 +72,7 @@ def lines_of(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def same(first: Path, second: Path, kind: str) -> None:
+def same(first: Path, second: Path, kind: str):
     """Two trainings have the same weights, optimizer states, result and log, bit for bit."""
     ours, theirs = load_file(first / CHECKPOINT), load_file(second / CHECKPOINT)
     assert ours.keys() == theirs.keys()
@@ -86,10 +86,10 @@ def same(first: Path, second: Path, kind: str) -> None:
 class StopAt(Reporter):
     """Sends a signal, or raises an error, when so many steps are done."""
 
-    def __init__(self, step: int, what: int | Exception) -> None:
+    def __init__(self, step: int, what: int | Exception):
         self.step, self.what = step, what
 
-    def update(self, name: str, done: int, total: int, figures: str = "") -> None:
+    def update(self, name: str, done: int, total: int, figures: str = ""):
         if name == "train" and done == self.step:
             if isinstance(self.what, Exception):
                 raise self.what
@@ -114,8 +114,8 @@ class StopAt(Reporter):
     ),
 )
 def test_what_is_trained_learns_and_drafts_for_its_model(
-    tiny: Tiny, tmp_path: Path, what: str, changes: dict, less: float, option: str, method: str
-) -> None:
+    tiny, tmp_path, what, changes, less, option, method
+):
     alpha = {"alpha_tokens": 100} if what == "heads" else {}
     config = config_of(what, tiny, **{"accumulate": 1, "eval_every": 0, **alpha, **changes})
     weights = (Path(config.model) / "model.safetensors").read_bytes()
@@ -160,17 +160,17 @@ def test_what_is_trained_learns_and_drafts_for_its_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_trains_beside_a_model_in_bfloat16(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+def test_trains_beside_a_model_in_bfloat16(tiny, tmp_path, kind):
     train(
         config_of(kind, tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), tmp_path / "out"
     )
     assert (tmp_path / "out" / RESULT[kind]).exists()
 
 
-def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
+def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny):
     model = tswift.load(str(tiny.model), device="cpu")
 
-    def places(key: tuple[int, ...], reach: int) -> torch.Tensor | None:
+    def places(key, reach):
         documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
         return DraftTrainee(
             config_of("lm", tiny, reach=reach), model, documents, Dist(), Reporter(), Path()
@@ -188,7 +188,7 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny: Tiny) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def whole(tiny: Tiny, tmp_path_factory) -> dict[str, Path]:
     """The folders of trainings that nothing interrupted."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in OPTIONS}
     for kind, folder in folders.items():
@@ -202,9 +202,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
 @pytest.mark.parametrize(
     ("kind", "number"), first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)])
 )
-def test_stopped_by_a_signal_and_gone_on_with(
-    tiny: Tiny, whole: dict, tmp_path: Path, kind: str, number: int
-) -> None:
+def test_stopped_by_a_signal_and_gone_on_with(tiny, whole, tmp_path, kind, number):
     out = tmp_path / "out"
     config = config_of(kind, tiny)
     outcome = train(config, out, StopAt(3, number))
@@ -222,13 +220,11 @@ def test_stopped_by_a_signal_and_gone_on_with(
 
 
 @pytest.mark.usefixtures("signals_heard")
-def test_stopped_within_a_step_and_gone_on_with(
-    tiny: Tiny, whole: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_within_a_step_and_gone_on_with(tiny, whole, tmp_path, monkeypatch):
     batch = Documents.batch
     keys = []
 
-    def interrupted(self: Documents, rows: int, length: int, key: tuple[int, ...]):
+    def interrupted(self, rows, length, key):
         if key == (0, 8) and key not in keys:
             os.kill(os.getpid(), signal.SIGINT)
         keys.append(key)
@@ -241,9 +237,7 @@ def test_stopped_within_a_step_and_gone_on_with(
     same(tmp_path / "out", whole["heads"], "heads")
 
 
-def test_minutes_include_evaluation(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_include_evaluation(tiny, tmp_path, monkeypatch):
     """What is left for training is half of them at least."""
     training = module._Training.__new__(module._Training)
     for evaluating, allowed in ((0.0, 120.0), (10.0, 100.0), (50.0, 60.0)):
@@ -257,8 +251,8 @@ def test_minutes_include_evaluation(
     ids=["none", "steps", "time"],
 )
 def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
-    tiny: Tiny, whole: dict, tmp_path: Path, saving: dict, last: int
-) -> None:
+    tiny, whole, tmp_path, saving, last
+):
     out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError):  # like a kill: nothing is saved on the way out
         train(config_of("heads", tiny, **saving), out, StopAt(last + 1, ZeroDivisionError()))
@@ -270,7 +264,7 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
     same(out, whole["heads"], "heads")
 
 
-def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
+def test_time_can_end_it(tiny, tmp_path):
     config = config_of("heads", tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0)
     outcome = train(config, tmp_path / "out")
     lines = [
@@ -290,7 +284,7 @@ def test_time_can_end_it(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut(tiny: Tiny, tmp_path_factory) -> Path:
     """The folder of a training of heads that was interrupted."""
     folder = tmp_path_factory.mktemp("cut")
     with signals_heard():
@@ -299,14 +293,12 @@ def cut(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(cut: Path, tmp_path: Path) -> Path:
+def out(cut: Path, tmp_path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(cut, tmp_path / "out"))
 
 
-def test_a_model_and_a_corpus_that_were_moved(
-    tiny: Tiny, whole: dict, out: Path, tmp_path: Path
-) -> None:
+def test_a_model_and_a_corpus_that_were_moved(tiny, whole, out, tmp_path):
     moved = {
         name: str(shutil.copytree(getattr(tiny, name), tmp_path / name))
         for name in ("model", "corpus")
@@ -326,9 +318,7 @@ def test_a_model_and_a_corpus_that_were_moved(
 
 
 @pytest.mark.slow
-def test_another_model_or_corpus_or_damage_is_noticed(
-    tiny: Tiny, out: Path, tmp_path: Path
-) -> None:
+def test_another_model_or_corpus_or_damage_is_noticed(tiny, out, tmp_path):
     record = read_json(out / RECORD)
     changed = "the .* changed since the training in "
     rows = [
@@ -365,9 +355,7 @@ def test_another_model_or_corpus_or_damage_is_noticed(
 
 
 @pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT, LOCK, TEACHER.format(0)])
-def test_what_is_no_file_is_neither_waited_for_nor_followed(
-    out: Path, tmp_path: Path, name: str
-) -> None:
+def test_what_is_no_file_is_neither_waited_for_nor_followed(out, tmp_path, name):
     (tmp_path / name).touch()
     if (out / name).exists():
         (out / name).rename(tmp_path / name)
@@ -382,9 +370,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(
         resume(HeadsConfig, out)
 
 
-def test_a_link_is_not_written_through_and_a_second_process_is_refused(
-    out: Path, tmp_path: Path
-) -> None:
+def test_a_link_is_not_written_through_and_a_second_process_is_refused(out, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for name in (CHECKPOINT, HEADS):
@@ -396,7 +382,7 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(
     assert not [path for path in out.iterdir() if path.is_symlink()]
 
 
-def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_it(tiny, tmp_path):
     with pytest.raises(
         DecodeError, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"
     ):
@@ -408,7 +394,7 @@ def test_a_loss_that_is_no_number_ends_it(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_path: Path) -> None:
+def test_two_processes_do_what_one_does_with_twice_the_batches(tiny, tmp_path):
     train(
         config_of("heads", tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0),
         tmp_path / "one",
@@ -448,9 +434,7 @@ def test_two_processes_do_what_one_does_with_twice_the_batches(tiny: Tiny, tmp_p
         ("cpu", DecodeError, r"the 2 ranks cannot connect to each other \(.*\)$"),
     ],
 )
-def test_processes_that_cannot_work_together(
-    monkeypatch: pytest.MonkeyPatch, device: str, error: type[Exception], message: str
-) -> None:
+def test_processes_that_cannot_work_together(monkeypatch, device, error, message):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -464,19 +448,19 @@ def test_processes_that_cannot_work_together(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> TrainFolder:
+def folder(tmp_path) -> TrainFolder:
     made = TrainFolder(tmp_path / "train", "train-draft")
     with made.created():
         made.write_record({"state": "running"})
     return made
 
 
-def save(folder: TrainFolder) -> None:
+def save(folder: TrainFolder):
     folder.save_checkpoint({"weight": torch.ones(3)}, step=7, seconds=1.0)
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
+def test_a_full_disk(folder, kept):
     """What was there before is there afterwards; and it is said how to go on,
     if there is anything to go on from.
     """
@@ -489,11 +473,11 @@ def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
         else ""
     )
 
-    def full(path: Path) -> None:
+    def full(path):
         path.write_bytes(b"a part")
         raise OSError(ENOSPC, "No space left on device")
 
-    def broken(path: Path) -> None:
+    def broken(path):
         raise SafetensorError("Error while serializing:\nI/O error")
 
     for name, reason, attempt in (
@@ -508,7 +492,7 @@ def test_a_full_disk(folder: TrainFolder, kept: bool) -> None:
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
 
 
-def test_weights_come_last(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_come_last(folder, monkeypatch):
     written: list[str] = []
     monkeypatch.setattr(folder, "write", lambda name, save: written.append(name))
     folder.write_results(
@@ -517,7 +501,7 @@ def test_weights_come_last(folder: TrainFolder, monkeypatch: pytest.MonkeyPatch)
     assert (len(written), written[-1]) == (3, MODEL)
 
 
-def test_names_and_folders_that_cannot_be(tmp_path: Path, folder: TrainFolder) -> None:
+def test_names_and_folders_that_cannot_be(tmp_path, folder):
     with refused(r"^out: .* is no UTF-8"):
         TrainFolder(tmp_path / os.fsdecode(b"d\xff"), "train").created().__enter__()
     assert [*tmp_path.iterdir()] == [folder.path]

@@ -22,7 +22,7 @@ DRAFT_IDS = torch.tensor([0, 3, 4, 10, 50, 96], dtype=torch.int32)
 LENGTH, HIDDEN, COUNT = 7, 5, 3
 
 
-def test_the_model_says_what_its_logits_say() -> None:
+def test_the_model_says_what_its_logits_say():
     out = tiny_llama("gqa", torch.float64).requires_grad_(False)(IDS, output_hidden_states=True)
     shares = out.logits.softmax(-1)
     for ids, count in ((None, 9), (DRAFT_IDS, 4), (DRAFT_IDS, 64)):
@@ -36,7 +36,7 @@ def test_the_model_says_what_its_logits_say() -> None:
 
 
 @pytest.mark.parametrize("ids", [None, DRAFT_IDS])
-def test_logits_of_the_draft_vocabulary_are_the_models(ids: torch.Tensor | None) -> None:
+def test_logits_of_the_draft_vocabulary_are_the_models(ids):
     target = tiny_target()
     states = torch.randn(4, target.hidden_size, dtype=torch.float64, requires_grad=True)
     wanted = target.open_logits(states)
@@ -50,7 +50,7 @@ def test_logits_of_the_draft_vocabulary_are_the_models(ids: torch.Tensor | None)
 class Reader:
     """Makes rows that tell their numbers, and remembers for which it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked: list[int] = []
 
     def __call__(self, number: int) -> Taught:
@@ -80,7 +80,7 @@ def numbers(taught: Taught) -> list[int]:
     return taught.ids[:, 0].tolist()
 
 
-def test_every_row_passes_the_model_once_and_comes_back_in_every_epoch(tmp_path: Path) -> None:
+def test_every_row_passes_the_model_once_and_comes_back_in_every_epoch(tmp_path):
     reader = Reader()
     lessons = opened(tmp_path / "file", reader)
     epochs = [
@@ -93,7 +93,7 @@ def test_every_row_passes_the_model_once_and_comes_back_in_every_epoch(tmp_path:
     assert (tmp_path / "file").stat().st_size == lessons.bytes == 6 * (7 * (4 + 5 * 2 + 3 * 6) + 1)
 
 
-def test_the_first_epoch_ends_when_it_is_told_to_and_a_file_is_gone_on_with(tmp_path: Path) -> None:
+def test_the_first_epoch_ends_when_it_is_told_to_and_a_file_is_gone_on_with(tmp_path):
     whole, first, second = (Reader() for _ in range(3))
     lessons = opened(tmp_path / "whole", whole)
     wanted = [numbers(lessons.take(number, 1, number < 4))[0] for number in range(14)]
@@ -104,9 +104,7 @@ def test_the_first_epoch_ends_when_it_is_told_to_and_a_file_is_gone_on_with(tmp_
     assert (first.asked, second.asked) == ([0, 1, 2], [3])
 
 
-def test_a_row_that_was_not_written_whole_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_was_not_written_whole_is_made_again(tmp_path, monkeypatch):
     reader = Reader()
     lessons = opened(tmp_path / "file", reader)
     lessons.take(0, 1, True)
@@ -118,7 +116,7 @@ def test_a_row_that_was_not_written_whole_is_made_again(
     assert reader.asked == [0, 1, 1, 2]
 
 
-def test_without_a_file_every_row_is_new(tmp_path: Path) -> None:
+def test_without_a_file_every_row_is_new(tmp_path):
     reader = Reader()
     lessons = opened(tmp_path / "file", reader, room=0)
     assert (
@@ -129,8 +127,8 @@ def test_without_a_file_every_row_is_new(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_full_disk_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: object) -> None:
+def test_a_full_disk_is_told_in_a_line(tmp_path, monkeypatch):
+    def full(*given):
         raise OSError(ENOSPC, os.strerror(ENOSPC))
 
     monkeypatch.setattr(teacher.os, "posix_fallocate", full)

@@ -233,7 +233,7 @@ def _limited() -> Iterator[None]:
     what hangs or takes too much is stopped, and shows.
     """
 
-    def hangs(number: int, frame: FrameType | None) -> None:
+    def hangs(number: int, frame: FrameType | None):
         raise Hangs
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])

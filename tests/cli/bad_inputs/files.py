@@ -29,12 +29,12 @@ def _bytes(data: bytes) -> Change:
     return lambda path: path.write_bytes(data)
 
 
-def _full(path: Path) -> None:
+def _full(path: Path):
     path.mkdir()
     (path / "text.txt").write_text("mine")
 
 
-def _loop(path: Path) -> None:
+def _loop(path: Path):
     path.symlink_to(path)
 
 
@@ -83,7 +83,7 @@ PLACES = (
 
 
 def _told(change: Callable[[dict[str, Any]], object]) -> Change:
-    def edit(path: Path) -> None:
+    def edit(path: Path):
         told = read_json(path)
         change(told)
         path.write_text(json.dumps(told))

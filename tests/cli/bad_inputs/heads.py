@@ -23,7 +23,7 @@ FILE = "heads.safetensors"
 def about(**values: object) -> Change:
     """Other values in the heads' metadata."""
 
-    def change(metadata: dict[str, Any]) -> None:
+    def change(metadata: dict[str, Any]):
         told = json.loads(metadata["__metadata__"]["tswift"])
         metadata["__metadata__"]["tswift"] = json.dumps({**told, **values})
 
@@ -33,7 +33,7 @@ def about(**values: object) -> Change:
 def metadata(text: str | None) -> Change:
     """Another text for metadata; None for no metadata."""
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content: dict[str, Any]):
         content.pop("__metadata__")
         if text is not None:
             content["__metadata__"] = {"tswift": text}
@@ -44,7 +44,7 @@ def metadata(text: str | None) -> Change:
 def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     """Other tensors, the metadata as it was."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         with safe_open(folder / FILE, framework="pt") as file:
             told = file.metadata()
         weights = load_file(folder / FILE)
@@ -54,7 +54,7 @@ def _tensors(change: Callable[[dict[str, Any]], object]) -> Change:
     return edit
 
 
-def _none(folder: Path) -> None:
+def _none(folder: Path):
     (folder / FILE).unlink()
 
 

@@ -22,7 +22,7 @@ MARKER = "code-was-run"  # in the case's folder; a case that makes it has run th
 class Bomb:
     """Unpickled, it leaves a marker."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -37,7 +37,7 @@ def gone(*names: str) -> Change:
 def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
     """Change what a JSON file holds."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         path = folder / name
         content = read_json(path) if path.exists() else {}
         change(content)
@@ -64,7 +64,7 @@ def cut(name: str, size: int) -> Change:
 def flip(name: str, place: int, mask: int = 0xFF) -> Change:
     """Other bits in a byte of a file."""
 
-    def flipped(folder: Path) -> None:
+    def flipped(folder: Path):
         data = bytearray((folder / name).read_bytes())
         data[place] ^= mask
         (folder / name).write_bytes(data)
@@ -75,7 +75,7 @@ def flip(name: str, place: int, mask: int = 0xFF) -> Change:
 def tensors(change: Callable[[dict[str, Any]], object], name: str = WEIGHTS) -> Change:
     """Other tensors in a safetensors file."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         from safetensors.torch import load_file, save_file
 
         weights = load_file(folder / name)
@@ -88,7 +88,7 @@ def tensors(change: Callable[[dict[str, Any]], object], name: str = WEIGHTS) -> 
 def header(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
     """Another header of a safetensors file, its data as it was."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         data = (folder / name).read_bytes()
         size = int.from_bytes(data[:8], "little")
         about = json.loads(data[8 : 8 + size])
@@ -102,7 +102,7 @@ def header(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
 def sharded(*changes: Change) -> Change:
     """The weights in two shards and an index, and then changes."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         from safetensors.torch import load_file, save_file
 
         weights = load_file(folder / WEIGHTS)
@@ -126,12 +126,12 @@ def sharded(*changes: Change) -> Change:
     return edit
 
 
-def _pickled(folder: Path) -> None:
+def _pickled(folder: Path):
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
 
 
-def _pickled_shards(folder: Path) -> None:
+def _pickled_shards(folder: Path):
     _pickled(folder)
     (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
     index = {
@@ -144,7 +144,7 @@ def _pickled_shards(folder: Path) -> None:
 def _code(**values: object) -> Change:
     """Code in the folder that the configuration wants run, and other values."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         code = f"import os\nos.mkdir({str(folder.parent / MARKER)!r})\n"
         for name in ("configuration_x.py", "modeling_x.py", "tokenization_x.py"):
             (folder / name).write_text(code)
@@ -162,7 +162,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 def _elsewhere(shard: object) -> Change:
     """An index by which the first shard's tensors are somewhere else."""
 
-    def change(index: dict[str, Any]) -> None:
+    def change(index: dict[str, Any]):
         places = index["weight_map"]
         index["weight_map"] = {
             name: shard if "00001" in where else where for name, where in places.items()
@@ -171,7 +171,7 @@ def _elsewhere(shard: object) -> Change:
     return edit_json(INDEX, change)
 
 
-def _more_ids(tokenizer: dict[str, Any]) -> None:
+def _more_ids(tokenizer: dict[str, Any]):
     """The ids of two words that the prompt has, beyond the model's vocabulary."""
     vocab = tokenizer["model"]["vocab"]
     vocab.update({word: vocab[word] + 5000 for word in ("h", "e", "s")})

@@ -21,7 +21,7 @@ RECORD = "run.json"
 def record(change: Callable[[dict[str, Any]], object]) -> Change:
     """Another record, with the checksum that goes with it, if it has one."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder: Path):
         path = folder / RECORD
         told = read_json(path)
         change(told)
