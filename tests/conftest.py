@@ -78,7 +78,7 @@ def _sum_products_in_one_order():
     """
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    def dot(_self: object, a: TensorHandle, b: TensorHandle, added: TensorHandle, *_how: object):
+    def dot(_self, a: TensorHandle, b: TensorHandle, added: TensorHandle, *_how):
         left, right = (part.data.astype(added.data.dtype) for part in (a, b))
         total = added.data.copy()
         with np.errstate(invalid="ignore"):  # infinity times 0, in tests of rows beside others
@@ -98,7 +98,7 @@ def _refuse_masks_of_numbers():
     def strict(name: str, place: int):
         theirs = getattr(InterpreterBuilder, name)
 
-        def call(self: object, *given: TensorHandle, **named: object) -> object:
+        def call(self, *given: TensorHandle, **named):
             if given[place].data.dtype != np.bool_:
                 raise ValueError("mask has unsupported dtype")
             return theirs(self, *given, **named)
@@ -140,7 +140,7 @@ _SIZES: dict[str, object] = {
 }
 
 
-def make_checkpoint(folder: Path, **changes: object) -> Path:
+def make_checkpoint(folder: Path, **changes) -> Path:
     """Write a tiny random Llama, its tokenizer and its heads to ``folder``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -301,7 +301,7 @@ def _rotate(rows: Tensor, places: Tensor) -> Tensor:
 class Dense:
     """A drafter's logits from published tensors and taps of the whole text, in float64."""
 
-    def __init__(self, layout: str, network: Any):
+    def __init__(self, layout: str, network):
         self.layout, self.network = layout, network
         self.weights = {name: value.double() for name, value in tensors_of(layout).items()}
 

@@ -18,7 +18,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ class _Function(ctypes._CFuncPtr):
     _flags_ = 1
     _restype_ = ctypes.c_int
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *given):
         kinds = self.argtypes or ()
         given = tuple(kind(each) for kind, each in zip(kinds, given, strict=False)) or given
         whole, floats = list[int](), list[float]()

@@ -87,7 +87,7 @@ def other_values(draw: st.DrawFn) -> Callable[[Any], Any]:
         st.lists(st.tuples(st.floats(0, 1), VALUES | st.just(_AWAY)), min_size=1, max_size=3)
     )
 
-    def done(value: Any) -> Any:
+    def done(value):
         value = copy.deepcopy(value)
         for where, new in changes:
             places = list(_places(value))
@@ -119,7 +119,7 @@ class _Away:
 _AWAY = _Away()
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _places(value) -> Iterator[tuple[Any, Any]]:
     keys = (
         list(value)
         if isinstance(value, dict)

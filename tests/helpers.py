@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def first(count: int, cases: Iterable[object]) -> list[object]:
     ]
 
 
-def _values(case: object) -> tuple[object, ...]:
+def _values(case) -> tuple[object, ...]:
     return case if isinstance(case, tuple) else (case,)
 
 
@@ -78,7 +77,7 @@ def refused(match: str | None = None) -> pytest.RaisesExc[InputError]:
     return pytest.raises(InputError, match=match)
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path):
     return json.loads(Path(path).read_text())
 
 
@@ -87,7 +86,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def options_for(method: str, **options: object) -> DraftOptions:
+def options_for(method: str, **options) -> DraftOptions:
     """Of these options, those that a method uses."""
     uses = find_method(method).uses
     return DraftOptions(**{name: value for name, value in options.items() if name in uses})
@@ -295,7 +294,7 @@ class ToyTarget:
             torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)]
         )
 
-    def verify(self, *given: object):
+    def verify(self, *given):
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

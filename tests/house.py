@@ -135,7 +135,7 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
     """
     seen = set()
 
-    def look(frame: FrameType, event: str, argument: object):
+    def look(frame: FrameType, event: str, argument):
         if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
             seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
 
@@ -194,14 +194,14 @@ def stops(value: str, words: list[str]) -> list[str]:
     number = float(value) if value.replace(".", "").isdigit() else None
     seen: dict[str, None] = {}
 
-    def is_it(found: object) -> bool:
+    def is_it(found) -> bool:
         if isinstance(found, dict):
             return any(is_it(each) for each in found.values())
         if isinstance(found, str):
             return found == value
         return number is not None and isinstance(found, (int, float)) and found == number
 
-    def look(frame: FrameType, event: str, argument: object):
+    def look(frame: FrameType, event: str, argument):
         code = frame.f_code
         if (
             event == "call"

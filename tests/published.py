@@ -28,7 +28,7 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-def say(folder: Path, **changes: object):
+def say(folder: Path, **changes):
     path = folder / "config.json"
     config = read_json(path) | changes
     path.write_text(
@@ -71,7 +71,7 @@ def add_shard(folder: Path, tensors: dict[str, Tensor]):
     path.write_text(json.dumps(index))
 
 
-def tokenswift_model(base: Path, folder: Path, **changes: object) -> Path:
+def tokenswift_model(base: Path, folder: Path, **changes) -> Path:
     """As TokenSwift publishes a model: heads among the base weights,
     and said in the configuration.
     """
@@ -81,7 +81,7 @@ def tokenswift_model(base: Path, folder: Path, **changes: object) -> Path:
     return folder
 
 
-def medusa_file(base: Path, folder: Path, layers: int = 1, **changes: object) -> Path:
+def medusa_file(base: Path, folder: Path, layers: int = 1, **changes) -> Path:
     """As Medusa publishes heads: a folder with a file and a configuration of its own."""
     folder = folder / "heads"
     folder.mkdir()

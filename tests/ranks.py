@@ -46,7 +46,7 @@ class Ended:
 class Started:
     """Ranks at work."""
 
-    def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given: Any):
+    def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given):
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             # wherever the test has gone
             multiprocessing.forkserver.ensure_running()
@@ -91,7 +91,7 @@ class Started:
         return ended
 
 
-def on_ranks(folder: Path, count: int, function: Callable[..., Any], *given: Any) -> list[Ended]:
+def on_ranks(folder: Path, count: int, function: Callable[..., Any], *given) -> list[Ended]:
     """What every rank finds when it calls a function of a test module."""
     return Started(folder, count, function, *given).end()
 

@@ -21,7 +21,7 @@ def every_row(
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
-        def run(**fixtures: Any):
+        def run(**fixtures):
             failed = []
             for number, row in enumerate(table):
                 try:

@@ -21,7 +21,7 @@ def example(page: str, number: int = 0) -> str:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
 
 
-def run(page: str, number: int = 0, **names: object):
+def run(page: str, number: int = 0, **names):
     exec(compile(example(page, number), page, "exec"), {"__name__": "__main__", **names})
 
 

@@ -72,7 +72,7 @@ def lacking(folder: Path, *names: str) -> dict[str, str]:
     return {**os.environ, **own, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
-def python(env: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+def python(env: dict[str, str], *words) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, *map(str, words)]
     given: dict[str, Any] = {"cwd": ROOT, "env": env, "capture_output": True, "text": True}
     return subprocess.run(line, timeout=480, check=False, **given)

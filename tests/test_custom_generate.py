@@ -54,7 +54,7 @@ def exported(tmp_path_factory) -> Iterator[Generate]:
     folder = tmp_path_factory.mktemp("exported")
     assert main(["export-generate", str(folder)]) == 0
 
-    def generate(model: PreTrainedModel, *given: Any, **settings: Any) -> Any:
+    def generate(model: PreTrainedModel, *given, **settings):
         return model.generate(
             *given, **settings, custom_generate=str(folder), trust_remote_code=True
         )
@@ -225,7 +225,7 @@ class StopsAt(StoppingCriteria):
         self.length = length
         self.texts = list[list[int]]()
 
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
         assert scores is None
         self.texts.append(input_ids[0].tolist())
         return torch.tensor([input_ids.shape[1] >= self.length])
@@ -353,7 +353,7 @@ def test_no_field_of_the_configuration_is_ignored(model):
                 custom_generate._refuse_fields(config)
 
 
-def snapshot(model: PreTrainedModel) -> Any:
+def snapshot(model: PreTrainedModel):
     return (
         model.config.to_json_string(use_diff=False),
         model.config._attn_implementation,

@@ -56,7 +56,7 @@ def test_every_page_is_in_the_sites_navigation():
     assert all((ROOT / name).is_file() for name in named)
 
 
-def _commands(command: Any) -> Iterator[Any]:
+def _commands(command) -> Iterator[Any]:
     if hasattr(command, "commands"):
         for each in command.commands.values():
             yield from _commands(each)

@@ -5,7 +5,6 @@ and the free memory it would need.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
 
 
-def llama(positions: int, **rope: Any) -> LlamaConfig:
+def llama(positions: int, **rope) -> LlamaConfig:
     settings = {
         "hidden_size": 64,
         "num_attention_heads": 1,

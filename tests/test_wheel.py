@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LEN = 60
 
 
-def ran(*words: object, cwd: Path, sources: str = "") -> str:
+def ran(*words, cwd: Path, sources: str = "") -> str:
     """What a command prints; ``sources`` is where packages are looked for first."""
     done = subprocess.run(
         [str(word) for word in words],

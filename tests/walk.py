@@ -36,7 +36,7 @@ def walk(words: list[str]) -> list[str]:
             importlib.import_module(module.name)
     seen = set()
 
-    def look(frame: FrameType, event: str, argument: object):
+    def look(frame: FrameType, event: str, argument):
         if event == "call":
             seen.add(frame.f_code.co_filename)
 

@@ -423,7 +423,7 @@ def share(tasks: int, threads: int) -> tuple[list[int], set[int]]:
     who = set[int]()
 
     @WORK
-    def work(given: object):
+    def work(given):
         while True:
             try:
                 task = left.pop()  # one thread at a time holds Python's lock
@@ -477,7 +477,7 @@ def meet() -> bool:
     met = list[int]()
 
     @WORK
-    def work(given: object):
+    def work(given):
         with suppress(threading.BrokenBarrierError):
             met.append(here.wait(timeout=20))
 

@@ -79,7 +79,7 @@ def wrong_text(measurement: dict[str, Any]):
     measurement["samples"][1].update(same_as_ar=False, explained=False, first_difference=321)
 
 
-def environment(**values: Any) -> Change:
+def environment(**values) -> Change:
     return lambda measurement: measurement["environment"].update(values)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
@@ -28,7 +27,7 @@ def legend_of(figure: Figure) -> list[str]:
     return [text.get_text() for text in legend.get_texts()]
 
 
-def labels_of(axes: Any) -> list[str]:
+def labels_of(axes) -> list[str]:
     return [line.get_label() for line in axes.lines]
 
 

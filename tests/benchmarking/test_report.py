@@ -54,7 +54,7 @@ def test_golden(name):
     assert TEXTS[name] == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def cell_with(name: str, values: list[float | None], **grid: Any) -> Row:
+def cell_with(name: str, values: list[float | None], **grid) -> Row:
     """The cell of medusa at one length, its points' figure set to these values in turn."""
 
     def set_values(measurement: dict[str, Any]):

@@ -49,7 +49,7 @@ LLAMA = shape_of(skeleton(shape_config("shape:llama3.1-8b")), 2)
 A100 = MACHINES["a100-80g"]
 
 
-def ask(machine: Machine = A100, positions: int = 131_072, **query: Any) -> Floors:
+def ask(machine: Machine = A100, positions: int = 131_072, **query) -> Floors:
     return floors(LLAMA, machine, RooflineQuery(**query), positions)
 
 

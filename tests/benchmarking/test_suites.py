@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -109,7 +108,7 @@ PROMPTS = [Prompt("p", list(range(1, 9)))]
 class Prepared:
     """A suite at tiny scale on the checkpoint."""
 
-    def __init__(self, checkpoint: Path, name: str, **changes: Any):
+    def __init__(self, checkpoint: Path, name: str, **changes):
         self.suite = dataclasses.replace(SUITES[name], **changes)
         self.groups, self.missing = prepare(
             self.suite, BenchOptions.of({}, {"model": str(checkpoint)}), Plan((4,), (6,))
@@ -118,7 +117,7 @@ class Prepared:
     def begin(self, plan: Plan) -> SuiteRecord:
         return begin_suite(self.suite, self.groups, self.missing, PROMPTS, plan, ["tswift"])
 
-    def run(self, record: SuiteRecord, plan: Plan, tick: Any = lambda *at: None) -> Any:
+    def run(self, record: SuiteRecord, plan: Plan, tick=lambda *at: None):
         judge = partial(judge_texts, record, next(iter(self.groups.values())).model.tokenizer)
         record.state = measure(self.groups, record, PROMPTS, plan, tick, lambda: None, judge)
         return summarise_suite(record)["rows"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -33,7 +33,7 @@ class Result:
         return self.out.decode()
 
     @property
-    def json(self) -> Any:
+    def json(self):
         return json.loads(self.out)
 
     def ok(self) -> Result:
@@ -57,7 +57,7 @@ def tswift(capfdbinary, tmp_path, monkeypatch) -> Callable[..., Result]:
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
 
-    def run(*words: object) -> Result:
+    def run(*words) -> Result:
         capfdbinary.readouterr()
         code = main(words_of(words))
         captured = capfdbinary.readouterr()
@@ -79,7 +79,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     real = loading.load_model
     remembered = functools.cache(loading.load_model)
 
-    def cached(*arguments: Any, **named: Any) -> LoadedModel:
+    def cached(*arguments, **named) -> LoadedModel:
         try:
             return remembered(*arguments, **named)
         except TypeError:  # what cannot be remembered

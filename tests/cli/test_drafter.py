@@ -37,7 +37,7 @@ def drafters(model: Path, tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def words(model: Path, method: str, *more: object) -> list[object]:
+def words(model: Path, method: str, *more) -> list[object]:
     asked = f"--model {model} --prompt-text '{TEXT}' --dtype float64 --seed 4 --method {method}"
     return ["generate", asked, *more]
 

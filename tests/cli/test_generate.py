@@ -13,7 +13,6 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ def tokens_in(folder: Path, name: str = "tokens") -> list[int]:
     return np.fromfile(folder / f"{name}.u32", "<u4").tolist()
 
 
-def record_of(folder: Path) -> Any:
+def record_of(folder: Path):
     return read_json(folder / "run.json")
 
 

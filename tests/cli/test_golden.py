@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -34,7 +33,7 @@ RECORDS = {
 }
 
 
-def fields(value: Any, place: str = "") -> Iterator[str]:
+def fields(value, place: str = "") -> Iterator[str]:
     """The place of every value in a record, as ``samples[].points[].alpha``."""
     if isinstance(value, dict):
         for name, item in value.items():

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -248,7 +247,7 @@ def blocked(monkeypatch) -> Iterator[None]:
     """A C compiler that compiles attention, and not the program."""
     right = native_build._built
 
-    def built(source: Path, *given: str, **named: Any) -> object:
+    def built(source: Path, *given: str, **named):
         if source.name == "program.c":
             raise native_build.Unbuilt("needs another C compiler: blocked")
         return right(source, *given, **named)

@@ -35,7 +35,7 @@ def _main(words: list[str], folder: Path) -> int:
     return main(words)
 
 
-def ranked(tmp_path, *words: object, function=_main) -> list[Ended]:
+def ranked(tmp_path, *words, function=_main) -> list[Ended]:
     (tmp_path / "there").mkdir(exist_ok=True)
     return on_ranks(tmp_path, 2, function, words_of(words), tmp_path / "there")
 
@@ -97,7 +97,7 @@ def test_bad_input_is_said_once(words, tmp_path, more, message):
 def _broken(words: list[str], folder: Path) -> int:
     if os.environ["RANK"] == "1":
 
-        def load(*asked: object):
+        def load(*asked):
             raise MemoryError("there is none left")
 
         loading.load_model = load

@@ -24,7 +24,7 @@ from tswift.training.data import Documents
 NUMBER = r"\d+\.\d{3}"
 
 
-def words_of(tiny: Tiny, *more: object, command: str = "train") -> list[object]:
+def words_of(tiny: Tiny, *more, command: str = "train") -> list[object]:
     how = "--seq-len 64 --batch 2 --accumulate 1 --steps 4 --device cpu --out new"
     return [command, f"--corpus {tiny.corpus} --model {tiny.model} {how}", *more]
 
@@ -125,17 +125,17 @@ def test_a_signal_is_told_with_the_way_on(tswift, tiny, monkeypatch, command, nu
     assert (result.code, result.err) == (0, "")
 
 
-def killed(*arguments: object, **more: object):
+def killed(*arguments, **more):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def out_of_memory(*arguments: object):
+def out_of_memory(*arguments):
     raise RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     )
 
 
-def full_disk(*arguments: object, **more: object):
+def full_disk(*arguments, **more):
     raise OSError(28, "No space left on device")
 
 

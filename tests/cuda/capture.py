@@ -76,7 +76,7 @@ class _Recorder(TorchDispatchMode):
         self.reads: set[int] = set()
         self._before: dict[int, tuple[Any, Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         kwargs = kwargs or {}
         if name in WAITS:
@@ -111,12 +111,12 @@ class Graph:
 
     _pools: dict[object, list[Graph]] = {}  # noqa: RUF012
 
-    def __init__(self, *given: object, **named: object):
+    def __init__(self, *given, **named):
         self._trace: _Recorder | None = None
         self._valid: dict[int, Tensor] = {}  # of its own memory, what no other graph has destroyed
         self._pool: list[Graph] = []
 
-    def captured(self, trace: _Recorder, pool: object):
+    def captured(self, trace: _Recorder, pool):
         """Take what was recorded; its memory holds nothing as yet."""
         self._trace = trace
         self._pool = self._pools.setdefault(pool, []) if pool is not None else []
@@ -158,7 +158,7 @@ class Graph:
 class Capture:
     """In place of ``torch.cuda.graph``."""
 
-    def __init__(self, graph: Graph, pool: object = None, stream: object = None, **named: object):
+    def __init__(self, graph: Graph, pool=None, stream=None, **named):
         self._graph, self._pool = graph, pool
 
     def __enter__(self):
@@ -167,7 +167,7 @@ class Capture:
         self._recorder = _Recorder.now = _Recorder()
         self._recorder.__enter__()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any):
+    def __exit__(self, kind, error, trace):
         self._recorder.__exit__(kind, error, trace)
         _Recorder.now = None
         LOG.on = self._on
@@ -184,15 +184,15 @@ class Event:
     whose stream has to be named.
     """
 
-    def __init__(self, *given: object, **named: object): ...
+    def __init__(self, *given, **named): ...
 
-    def record(self, stream: object = None):
+    def record(self, stream=None):
         if stream is None:
             raise RuntimeError(
                 "an event of the current device's stream, which need not be the model's"
             )
 
-    def wait(self, stream: object = None): ...
+    def wait(self, stream=None): ...
 
     def query(self) -> bool:
         return True
@@ -204,9 +204,9 @@ class Event:
 class Stream(Event):
     """In place of ``torch.cuda.Stream``."""
 
-    def wait_stream(self, stream: object): ...
+    def wait_stream(self, stream): ...
 
-    def wait_event(self, event: object): ...
+    def wait_event(self, event): ...
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
@@ -246,14 +246,14 @@ def emulate(put: Callable[[Any, str, object], object]):
 
 
 def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+    def made(*args, pin_memory: bool = False, **kwargs) -> Tensor:
         out = make(*args, **kwargs)
         return _pin(out) if pin_memory else out
 
     return made
 
 
-def _pin(tensor: Tensor, device: object = None) -> Tensor:
+def _pin(tensor: Tensor, device=None) -> Tensor:
     PINNED[address(tensor)] = tensor
     return tensor
 
@@ -319,7 +319,7 @@ def site() -> str:
     return "?"
 
 
-def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
+def mapped(change: Callable[[Any], Any], nest):
     """Arguments or results of an operator with every leaf changed;
     ``tree_map`` takes ten times as long.
     """
@@ -330,19 +330,19 @@ def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
     return change(nest)
 
 
-def leaves(nest: Any) -> list[Any]:
+def leaves(nest) -> list[Any]:
     """All of them."""
     found: list[Any] = []
     mapped(found.append, nest)
     return found
 
 
-def tensors(*nest: Any) -> list[Tensor]:
+def tensors(*nest) -> list[Tensor]:
     """The tensors among arguments or results of an operator."""
     return [leaf for leaf in leaves(nest) if isinstance(leaf, Tensor)]
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf):
     """An argument as the host's operators take it; an alias, as for results."""
     if isinstance(leaf, torch.device):
         return torch.device("cpu")

@@ -9,7 +9,6 @@ as it is then.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,11 +90,11 @@ class Device(Tensor):
     def is_cpu(self) -> bool:
         return False
 
-    def tolist(self) -> Any:
+    def tolist(self):
         fetched()
         return self.elem.tolist()
 
-    def item(self) -> Any:
+    def item(self):
         fetched()
         return self.elem.item()
 
@@ -103,14 +102,14 @@ class Device(Tensor):
         fetched()
         return bool(self.elem)
 
-    def numpy(self, *given: Any, **named: Any) -> Any:
+    def numpy(self, *given, **named):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def __repr__(self) -> str:
         return f"Device({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.__setitem__ and _copies_a_number(*args):
                 sent(blocking=True)
@@ -120,18 +119,18 @@ class Device(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
 
 class Simulator(TorchDispatchMode):
     """Within it tensors made for CUDA are made as :class:`Device`."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
 
 
-def _copies_a_number(tensor: Tensor, index: Any, value: Any) -> bool:
+def _copies_a_number(tensor: Tensor, index, value) -> bool:
     """Whether ``tensor[index] = value`` copies a number from the host,
     as PyTorch does where one element is set.
 
@@ -161,11 +160,11 @@ def sent(blocking: bool):
         synchronized()
 
 
-def _there(device: object) -> bool:
+def _there(device) -> bool:
     return device is not None and torch.device(device).type in ("cuda", "meta")
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
+def _run(func, args, kwargs):
     name = func.overloadpacket.__name__
     parts = leaves((args, kwargs))
     given = [leaf for leaf in parts if isinstance(leaf, Tensor)]
@@ -186,7 +185,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if name in WAITS and ours:
         synchronized()
 
-    def plain(leaf: Any) -> Any:
+    def plain(leaf):
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         return leaf.elem if isinstance(leaf, Device) else leaf
@@ -221,11 +220,11 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     return mapped(_wrapped, out) if there else out
 
 
-def _wrapped(leaf: Any) -> Any:
+def _wrapped(leaf):
     return Device(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, Device) else leaf
 
 
-def moved(module: torch.nn.Module) -> Any:
+def moved(module: torch.nn.Module):
     """A module with its parameters and buffers on the device, as some may be already."""
     for each in module.modules():
         for name, weight in list(each._parameters.items()):
@@ -242,7 +241,7 @@ def moved(module: torch.nn.Module) -> Any:
 def _making(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """As ``torch.tensor``, of which a dispatch mode sees no device."""
 
-    def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    def made(data, *args, device=None, **kwargs) -> Tensor:
         if isinstance(data, Device):
             return data
         out = make(data, *args, **kwargs)

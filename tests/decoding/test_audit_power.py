@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +32,7 @@ MIDDLE = 40
 class Text:
     """80 tokens that plain decoding drew, and all that decides them."""
 
-    def __init__(self, seed: int, **arithmetic: Any):
+    def __init__(self, seed: int, **arithmetic):
         self.model = tswift.load(**arithmetic)
         self.seed = seed
         self.params = PARAMS
@@ -44,9 +43,7 @@ class Text:
         ).params
         self.tokens = self.decode()
 
-    def decode(
-        self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other: Any
-    ) -> list[int]:
+    def decode(self, written: Sequence[int] = (), prompt: Sequence[int] = (), **other) -> list[int]:
         given = {"params": self.params, "seed": self.seed, **other}
         run = begin(
             self.model,
@@ -111,7 +108,7 @@ def noise_of_the_next_position(text: Text) -> list[int]:
         return text.decode()
 
 
-def other(**changes: Any) -> Callable[[Text], list[int]]:
+def other(**changes) -> Callable[[Text], list[int]]:
     return lambda text: text.decode(params=replace(text.params, **changes))
 
 

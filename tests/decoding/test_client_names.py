@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +54,7 @@ def model(checkpoint: Path) -> LoadedModel:
     return load(str(checkpoint), draft_model=str(checkpoint))
 
 
-def written(model: LoadedModel, method: str, params: SamplingParams, **asked: Any) -> list[int]:
+def written(model: LoadedModel, method: str, params: SamplingParams, **asked) -> list[int]:
     options = options_for(method, budget=64)
     steps = generate(
         model, PROMPT, LENGTH, method=method, params=params, options=options, seed=3, **asked

@@ -174,7 +174,7 @@ class Bad:
         self._after = after
         self._once = once
 
-    def __call__(self, module: nn.Module, given: object, out: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: nn.Module, given, out: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         bad = self.calls == self._after if self._once else self.calls >= self._after
         return out * NAN if bad else out

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ def model(checkpoint: Path) -> LoadedModel:
     return load(str(checkpoint), dtype="float64", draft_model=str(checkpoint))
 
 
-def steps_of(model: LoadedModel, method: str, params: SamplingParams, **asked: Any) -> list[Step]:
+def steps_of(model: LoadedModel, method: str, params: SamplingParams, **asked) -> list[Step]:
     options = options_for(method, budget=64)
     if method == "recall":  # the same trees whatever the clock says
         options = replace(options, costs="nominal")
@@ -153,7 +152,7 @@ def test_a_biased_token_that_the_model_lacks_is_refused_before_and_after_loading
 
 
 @functools.cache
-def dense(checkpoint: Path) -> Any:
+def dense(checkpoint: Path):
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
 
 

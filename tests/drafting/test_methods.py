@@ -77,7 +77,7 @@ def test_options_that_are_not_looked_at():
         assert not {"costs", "recall"} & used(find_method(method), DraftOptions(tree=(1, 1)))
 
 
-def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None) -> Any:
+def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None):
     """The sizes of a model that is not there."""
     shape = KVShape(2, 1, 8, torch.float32, device)
     return SimpleNamespace(
@@ -148,7 +148,7 @@ def test_nodes_fill_the_rows_of_a_kv_head():
     assert [each.nodes for each in resolved] == [32, 128, 128]
 
 
-def made(method: str, **options) -> Any:
+def made(method: str, **options):
     return make_drafter(method, tiny_target(), tiny_heads(), DraftOptions(**options), tiny_draft())
 
 

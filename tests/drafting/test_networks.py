@@ -63,7 +63,7 @@ def method_of(layout: str) -> str:
     return "eagle" if "eagle" in layout else "block"
 
 
-def options_of(**options: object) -> DraftOptions:
+def options_of(**options) -> DraftOptions:
     return DraftOptions(**{"budget": 64, "sinks": 4, "costs": "nominal", **options})
 
 

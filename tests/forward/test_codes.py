@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -116,7 +115,7 @@ class Divisors(TorchDispatchMode):
         super().__init__()
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__.startswith("div"):
             self.sizes.append(args[1].dim() if isinstance(args[1], Tensor) else 0)
         return func(*args, **(kwargs or {}))
@@ -145,14 +144,14 @@ def served(attention: type[Attention] = CodesOnDevice) -> Target:
     return target
 
 
-def drafter(target: Target, method: str, **options: object):
+def drafter(target: Target, method: str, **options):
     made = TREES.get(method, options_for(method, budget=64, costs="nominal", **options))
     return make_drafter(
         method, target, tiny_heads(torch.bfloat16), made, tiny_draft(torch.bfloat16)
     )
 
 
-def text(target: Target, method: str, length: int, **options: object) -> list[int]:
+def text(target: Target, method: str, length: int, **options) -> list[int]:
     return decode(target, drafter(target, method, **options), random_prompt(90), PARAMS, 4, length)
 
 

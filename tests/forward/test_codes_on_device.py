@@ -337,7 +337,7 @@ def on_device(monkeypatch):
     monkeypatch.setattr(adapting, "_TRIED", 6)
 
 
-def made(folder: Path, weights: str, attention: str, dtype: str, **changes: object) -> LoadedModel:
+def made(folder: Path, weights: str, attention: str, dtype: str, **changes) -> LoadedModel:
     """A tiny model in codes."""
     name = str(make_checkpoint(folder / "m", **{**SIZES, **changes}))
     asked = {"weights": weights, "dtype": dtype, "attention": attention}

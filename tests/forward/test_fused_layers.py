@@ -415,7 +415,7 @@ def test_layers_compute_what_transformers_does(name, dtype):
 
 
 def counted(made: Counter[str], name: str, right: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def count(*given: Any, **named: Any) -> Tensor:
+    def count(*given, **named) -> Tensor:
         made[name] += 1
         return right(*given, **named)
 
@@ -779,7 +779,7 @@ class Operators(TorchDispatchMode):
     def counting(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         """A launcher that counts as one, whatever the interpreter does for it."""
 
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*given, **named):
             before = self.on
             self.on = False
             out = launch(*given, **named)

@@ -132,7 +132,7 @@ SHAPE = {
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 
 
-def network(kind: str = "llama", half: bool = False, **changed: object) -> PreTrainedModel:
+def network(kind: str = "llama", half: bool = False, **changed) -> PreTrainedModel:
     config, model, about = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -158,7 +158,7 @@ def target_of(
     kind: str = "llama",
     half: bool = False,
     kv_dtype: torch.dtype = torch.float32,
-    **changed: object,
+    **changed,
 ) -> Target:
     return wrap_model(network(kind, half, **changed), kind, "native", kv_dtype=kv_dtype)
 
@@ -410,7 +410,7 @@ def test_a_product(inputs, outputs, threads):
 class Rounded(nn.Module):
     """A layer of heads as they are drafted with, by PyTorch."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer):
         super().__init__()
         self.codes = quantize(layer.weight, 8)
 

@@ -79,7 +79,7 @@ class Wide:
 
     float32 = torch.float64
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str):
         return getattr(torch, name)
 
 

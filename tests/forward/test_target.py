@@ -114,7 +114,7 @@ def test_logits_are_the_models_own(config, settings):
         assert settings == {} or not torch.equal(model.get_output_embeddings()(hidden), wanted)
 
 
-def probed(config: str, **settings: object):
+def probed(config: str, **settings):
     return probe_attention(Architecture(config, settings).make(97))
 
 

@@ -35,12 +35,12 @@ class FaultyOs:
         self.dead = False
         self.written: dict[int, int] = {}  # by inode: bytes that are on the disk for certain
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         real = getattr(os, name)
         return self._faulty(name, real) if name in (*self.CHANGING, "close") else real
 
     def _faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments):
             if self.dead and self.fault == "kill":
                 raise Killed
             if name == "close":

@@ -112,7 +112,7 @@ FILE_CALLS = (
 
 
 def killed_before(
-    call: int, work: Callable[[], object], owner: Any = os, names: Sequence[str] = FILE_CALLS
+    call: int, work: Callable[[], object], owner=os, names: Sequence[str] = FILE_CALLS
 ) -> bool:
     """Do some work in a fork of this process that SIGKILL ends before its call ``call``, from 1,
     of these functions of a module or class.
@@ -128,11 +128,11 @@ def killed_before(
     return process.exitcode != 0
 
 
-def _work_until(call: int, work: Callable[[], object], owner: Any, names: Sequence[str]):
+def _work_until(call: int, work: Callable[[], object], owner, names: Sequence[str]):
     calls = itertools.count(1)
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*given: Any, **named: Any) -> Any:
+        def made(*given, **named):
             if next(calls) == call:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*given, **named)

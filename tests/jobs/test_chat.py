@@ -29,7 +29,7 @@ def model(checkpoint: Path, tmp_path_factory) -> LoadedModel:
     return load(str(folder), dtype="float64", draft_model=str(checkpoint))
 
 
-def talk_by(model: LoadedModel, method: str, **values: object) -> tuple[Chat, list[str]]:
+def talk_by(model: LoadedModel, method: str, **values) -> tuple[Chat, list[str]]:
     given = {"length": 24, "seed": 4, "method": method, "draft_model": None, **values}
     if method in ("standalone", "triforce"):
         given["draft_model"] = "the model itself"

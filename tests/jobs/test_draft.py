@@ -43,7 +43,7 @@ def small(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("small") / "m", **changes)
 
 
-def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
+def _start(checkpoint: Path, folder: Path, **changes):
     """A run of 6 tokens that is made in ``run``, ready to begin."""
     (folder / "prompt.txt").write_text(PROMPT)
     asked = {
@@ -55,17 +55,17 @@ def _start(checkpoint: Path, folder: Path, **changes: object) -> Any:
     return start(RunConfig.of(**{**asked, "model": str(checkpoint), **changes}), ["tswift"])
 
 
-def _run(job: Any) -> dict[str, Any]:
+def _run(job) -> dict[str, Any]:
     """The record of a run, which it makes to its end."""
     job.run(lambda *given: None)
     return read_json(job.folder.path / "run.json")
 
 
-def _resume(folder: Path, **asked: object) -> Any:
+def _resume(folder: Path, **asked):
     return resume(folder / "run", asked, False, ["tswift"])
 
 
-def _plain(checkpoint: Path, folder: Path, length: int, **options: str) -> Any:
+def _plain(checkpoint: Path, folder: Path, length: int, **options: str):
     """Plain decoding, which draws the same tokens and names nothing to draft with."""
     job = _start(checkpoint, folder, method="ar", length=length, out=folder / "plain", **options)
     assert not {"draft", "draft_weights"} & _run(job)["model"].keys()
@@ -99,7 +99,7 @@ def test_a_resumed_run_takes_it_again_and_says_if_it_is_another(checkpoint, smal
         _resume(tmp_path, length=14, draft_model="/nowhere")
 
 
-def _preflight(checkpoint: Path, length: int, method: str, draft: object) -> Any:
+def _preflight(checkpoint: Path, length: int, method: str, draft):
     plan = plan_model(ModelConfig(model=str(checkpoint), draft_model=str(draft)))
     return preflight(plan, Demand(3, length, method, DraftOptions()))
 

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import pytest
@@ -356,7 +355,7 @@ def test_what_is_no_file_of_tokens(tmp_path, data, message):
 # --- a list of runs
 
 
-def made(path: Path, state: str, started: str, **more: Any) -> RunFolder:
+def made(path: Path, state: str, started: str, **more) -> RunFolder:
     folder = RunFolder.create(path)
     folder.keep_prompt([1])
     options = {"length": 100, "method": "ar"}

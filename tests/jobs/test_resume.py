@@ -71,7 +71,7 @@ def asked(checkpoint: Path, tmp_path) -> RunConfig:
     return RunConfig.of(**text, **how, out=tmp_path / "run")
 
 
-def with_method(asked: RunConfig, method: str, **changes: Any) -> RunConfig:
+def with_method(asked: RunConfig, method: str, **changes) -> RunConfig:
     if method not in ("tokenswift", "magicdec"):
         asked = replace(
             asked, method=method, drafting=DraftOptions(), given=asked.given - {"budget"}
@@ -253,8 +253,8 @@ def test_a_disk_that_fails(asked, whole, faulty, fault, part):
     assert in_folder(asked.out) == whole
 
 
-def stopping_at(count: int, error: BaseException) -> Any:
-    def show(text: str, stats: Any):
+def stopping_at(count: int, error: BaseException):
+    def show(text: str, stats):
         if stats.tokens >= count:
             raise error
 

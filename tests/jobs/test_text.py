@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +14,12 @@ from tswift.decoding.text import EVERYTHING, TextRules, TextStream
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     """Bytes alone, nearly: every character beyond ASCII takes several tokens."""
     return train_tokenizer(["hello world"], 262)
 
 
-def _pieces(tokenizer: Any, tokens: list[int], step: int) -> list[str]:
+def _pieces(tokenizer, tokens: list[int], step: int) -> list[str]:
     stream = TextStream(tokenizer, EVERYTHING)
     return [
         *(stream.add(tokens[i : i + step]) for i in range(0, len(tokens), step)),
@@ -36,12 +35,12 @@ class Plain:
 
 
 @pytest.fixture(scope="module")
-def merging() -> Any:
+def merging():
     """Bytes, and many tokens that are pieces of characters, or end in the middle of one."""
     return train_tokenizer(["日本語の文字、絵文字😀😁😂🤣と größer ÄÖÜ — ψυχή"] * 5, 420)
 
 
-def text_of(tokenizer: Any, tokens: list[int]) -> str:
+def text_of(tokenizer, tokens: list[int]) -> str:
     return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
 
 
@@ -59,7 +58,7 @@ def test_random_tokens_decode_as_atext_of(tokenizer, merging, data):
     assert "".join(pieces) == "".join(_pieces(used, tokens, 1))
 
 
-def first_stop(tokenizer: Any, tokens: list[int], stop: list[str]) -> tuple[int, str, str | None]:
+def first_stop(tokenizer, tokens: list[int], stop: list[str]) -> tuple[int, str, str | None]:
     """How many tokens, which text and which string, tried token by token on texts decoded whole;
     independent of :class:`TextStream`.
     """

@@ -55,7 +55,7 @@ LONG = "not test_every_method and not test_log_probabilities"  # ten seconds and
 TEXT = "bd198316e0ba3a52"  # of the bundled model in float32 and float64, on every processor
 
 
-def start(setting: str, *words: object) -> subprocess.Popen[str]:
+def start(setting: str, *words) -> subprocess.Popen[str]:
     """A Python module under a setting."""
     given = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", **SETTINGS[setting]}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -65,7 +65,7 @@ def start(setting: str, *words: object) -> subprocess.Popen[str]:
     )
 
 
-def run(setting: str, *words: object) -> str:
+def run(setting: str, *words) -> str:
     """What a Python module says under a setting, which must not fail."""
     process = start(setting, *words)
     said, _ = process.communicate()

@@ -5,7 +5,6 @@ converter would.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -75,7 +74,7 @@ PERMUTED = ("llama", "smollm3", "granite")
 CENTRED = ("gemma2", "gemma3", "qwen35")  # norms with what they multiply by
 
 
-def tiny_model(kind: str, **changes: Any) -> PreTrainedModel:
+def tiny_model(kind: str, **changes) -> PreTrainedModel:
     """A random model of an architecture of transformers; the same weights at every call."""
     always = {"tie_word_embeddings": True} if kind == "gemma2" else {}  # its files have no LM head
     sizes = {**_SIZES, "tie_word_embeddings": False, **_OWN.get(kind, {}), **changes, **always}
@@ -143,7 +142,7 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def tiled(weight: np.ndarray, part: str, config: Any, back: bool = False) -> np.ndarray:
+def tiled(weight: np.ndarray, part: str, config, back: bool = False) -> np.ndarray:
     """A tensor of a gated delta net as llama.cpp has it, or as transformers does."""
     keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
     sizes = (keys, heads // keys)[:: -1 if back else 1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tests.helpers import read_json, refused
 from tswift.loading.model import load
 
 
-def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
+def changed(checkpoint: Path, folder: Path, **changes) -> str:
     """A copy of a checkpoint with another configuration."""
     shutil.copytree(checkpoint, folder)
     path = folder / "config.json"
@@ -19,7 +18,7 @@ def changed(checkpoint: Path, folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def refuse(model: str, match: str, option: str = "model", **options: Any):
+def refuse(model: str, match: str, option: str = "model", **options):
     """See that a model is not loaded, and that one line says why."""
     with refused(match) as caught:
         load(model, **options)

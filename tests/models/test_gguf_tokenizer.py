@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -36,7 +35,7 @@ def vocabulary(
     scores: list[float] | None = None,
     pre: str | None = "gpt-2",
     kind: str = "gpt2",
-    **more: Any,
+    **more,
 ) -> Path:
     """A file of a tokenizer alone; ``more`` are calls of the writer, by name."""
     writer = gguf.GGUFWriter(path, "llama")
@@ -57,7 +56,7 @@ def vocabulary(
     return path
 
 
-def byte_level(path: Path, pre: str | None, **more: Any) -> Path:
+def byte_level(path: Path, pre: str | None, **more) -> Path:
     """All bytes, a few words, a control token with letters that no byte has, and one with spaces
     that a user defined.
     """

@@ -106,7 +106,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = None) -> object:
+def _steps(model: LoadedModel, method: str = "tokenswift", most: int | None = None):
     """What came of a decode: its tokens, or the error."""
     made = list[int]()
     options = options_for(method, **OPTIONS)
@@ -188,7 +188,7 @@ def test_all_ranks_end_alike(folder, tmp_path):
     assert stopped == whole[: len(stopped)]
 
 
-def _killed(folder: Path) -> object:
+def _killed(folder: Path):
     model = _loaded(folder)
     steps = tswift.generate(model, PROMPT, 400, method="ar")
     for count, _ in enumerate(steps):

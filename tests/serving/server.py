@@ -39,7 +39,7 @@ class Server:
     Its folder for runs is ``folder/runs``.
     """
 
-    def __init__(self, folder: Path, *words: object):
+    def __init__(self, folder: Path, *words):
         self.runs = folder / "runs"
         count = len(list(folder.glob("server-*.out")))
         self.process = Process(
@@ -61,7 +61,7 @@ class Server:
         """Bytes of main memory that it holds."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str):
         """The JSON at a path."""
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return json.load(answer)

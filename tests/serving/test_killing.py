@@ -26,7 +26,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 class Stream:
     """A text as it comes by server-sent events; ``last`` is the id of the last one."""
 
-    def __init__(self, url: str, method: str, path: str, body: object = None, last: str = ""):
+    def __init__(self, url: str, method: str, path: str, body=None, last: str = ""):
         self.connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
         headers = {"Content-Type": "application/json", **({"Last-Event-ID": last} if last else {})}
         self.connection.request(method, path, None if body is None else json.dumps(body), headers)

@@ -20,7 +20,7 @@ from tswift.serving.routes import listen
 USER = {"role": "user", "content": "Hello"}
 
 
-def understood(body: dict[str, Any], chat: bool = False, **typed: Any) -> Request:
+def understood(body: dict[str, Any], chat: bool = False, **typed) -> Request:
     text = {"messages": [USER]} if chat else {"prompt": "Hello"}
     return parse({**text, **body}, chat, typed, "demo")
 

@@ -51,7 +51,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 def complete(client: openai.OpenAI, model: Path) -> Complete:
     """``client.completions.create``; what is no field of OpenAI's goes into ``own``."""
 
-    def create(own: dict[str, Any] | None = None, **fields: Any) -> Any:
+    def create(own: dict[str, Any] | None = None, **fields):
         return client.completions.create(
             **{"model": model.name, "prompt": TEXT, "extra_body": own, **fields}
         )
@@ -63,7 +63,7 @@ def text_of(chunks: list[Any]) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
-def generated(folder: Path, model: Path, *words: object) -> str:
+def generated(folder: Path, model: Path, *words) -> str:
     """The text of ``tswift generate``."""
     words = (f"--model {model}", SAMPLING, "--prompt-text", TEXT, *words, f"--out {folder}/run")
     process = Process(["generate", *words], folder / "out")
@@ -71,9 +71,7 @@ def generated(folder: Path, model: Path, *words: object) -> str:
     return (folder / "run" / "text.txt").read_bytes().decode()
 
 
-def asked(
-    server: Server, method: str, path: str, body: Any = None, **headers: str
-) -> tuple[int, Any]:
+def asked(server: Server, method: str, path: str, body=None, **headers: str) -> tuple[int, Any]:
     """Status and JSON of an answer."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()

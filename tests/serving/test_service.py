@@ -90,9 +90,7 @@ def ended(service: Service, run: Run) -> Run:
     return done(service.find(done(service.find(run.id)).id))
 
 
-def asked(
-    to: Any, method: str, path: str, body: Any = None, leave: bool = False, **headers: str
-) -> Any:
+def asked(to, method: str, path: str, body=None, leave: bool = False, **headers: str):
     """Status, headers and content of an answer, of a service or an application;
     a client may leave at once.
     """

@@ -46,7 +46,7 @@ def test_jumps_are_log_uniform_up_to_the_limit():
     assert (abs(counts / 4000 - 0.2) < 0.03).all()
 
 
-def parquet(path: Path, **columns: object) -> str:
+def parquet(path: Path, **columns) -> str:
     from datasets import Dataset
 
     Dataset.from_dict(columns).to_parquet(str(path))
@@ -96,7 +96,7 @@ def test_names_that_are_no_corpus(corpus):
 
 
 def prepared(
-    tiny: Tiny, on_progress=lambda *_: None, vocabulary: int = 300, **changes: object
+    tiny: Tiny, on_progress=lambda *_: None, vocabulary: int = 300, **changes
 ) -> Documents:
     config = HeadsConfig(str(tiny.corpus), **{"seq_len": LENGTH, **changes})
     return prepare(config, AutoTokenizer.from_pretrained(tiny.model), vocabulary, on_progress)

@@ -58,7 +58,7 @@ def written(code: int) -> dict[str, Any]:
     }
 
 
-def near(found: Any, wanted: Any) -> Any:
+def near(found, wanted):
     """``found``, with its figures those of ``wanted`` where they differ by no more than processors
     round.
     """

@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 RESULT = {"heads": HEADS, "lm": MODEL}
 
 
-def config_of(what: str, tiny: Tiny, /, **changes: object) -> HeadsConfig | DraftConfig:
+def config_of(what: str, tiny: Tiny, /, **changes) -> HeadsConfig | DraftConfig:
     """Short settings of a training of heads, of a language model."""
     common = {
         "corpus": str(tiny.corpus),

@@ -86,9 +86,7 @@ COMMANDS = {
 }
 
 
-def words_of(
-    world: World, command: str, *more: object, without: Sequence[str] = ()
-) -> list[object]:
+def words_of(world: World, command: str, *more, without: Sequence[str] = ()) -> list[object]:
     """A command's words, ``without`` some options and their values, and then ``more``."""
     base: list[object] = [*COMMANDS[command].split()]
     for option in (*without, *["--lens"] * ("--lens" in more)):  # which cannot be given twice
@@ -99,7 +97,7 @@ def words_of(
     return [names.get(str(word), word) for word in (*base, *more)]
 
 
-def generate(world: World, *words: object) -> list[object]:
+def generate(world: World, *words) -> list[object]:
     """``tswift generate`` on the tiny model, to a new folder."""
     return words_of(world, "generate", *words)
 

@@ -107,7 +107,7 @@ BASELINES: dict[str, Change] = {  # others are in tests/benchmarking/test_gate.p
 }
 
 
-def _command(command: str, option: str, value: object, world: World) -> list[object]:
+def _command(command: str, option: str, value, world: World) -> list[object]:
     more: list[object] = ["--repeats", 2] if command == "bench" else []
     if option == "--against":
         more += ["--fail-on", "alpha:0", "--fail-on", "speedup:90%"]

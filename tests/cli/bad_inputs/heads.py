@@ -20,7 +20,7 @@ from tswift.speculators.heads import ChainedHeads
 FILE = "heads.safetensors"
 
 
-def about(**values: object) -> Change:
+def about(**values) -> Change:
     """Other values in the heads' metadata."""
 
     def change(metadata: dict[str, Any]):

@@ -46,7 +46,7 @@ def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
     return edit
 
 
-def config(**values: object) -> Change:
+def config(**values) -> Change:
     """Other values in ``config.json``."""
     return edit_json("config.json", lambda content: content.update(values))
 
@@ -141,7 +141,7 @@ def _pickled_shards(folder: Path):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
-def _code(**values: object) -> Change:
+def _code(**values) -> Change:
     """Code in the folder that the configuration wants run, and other values."""
 
     def edit(folder: Path):
@@ -159,7 +159,7 @@ _NORM = "model.norm.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def _elsewhere(shard: object) -> Change:
+def _elsewhere(shard) -> Change:
     """An index by which the first shard's tensors are somewhere else."""
 
     def change(index: dict[str, Any]):

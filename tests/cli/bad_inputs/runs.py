@@ -32,7 +32,7 @@ def record(change: Callable[[dict[str, Any]], object]) -> Change:
     return edit
 
 
-def _in(part: str, **values: object) -> Change:
+def _in(part: str, **values) -> Change:
     return record(lambda told: told[part].update(values))
 
 
