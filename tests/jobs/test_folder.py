@@ -135,6 +135,10 @@ def test_a_run_that_was_never_begun_leaves_nothing_or_is_begun_anew(folder, tmp_
     killed.close()
     with refused(r"holds no run: it was stopped while the model was loading; --out begins"):
         read_record(tmp_path / "run")
+    (tmp_path / "many" / "000002").mkdir(parents=True)
+    (tmp_path / "many" / "000002" / "run.json").touch()
+    with refused(r"many holds no run: folders in it do, such as \S+/many/000002"):
+        read_record(tmp_path / "many")
     again = RunFolder.create(tmp_path / "run")
     again.append([5], "five", dict)
     again.checkpoint({})

@@ -532,6 +532,8 @@ def read_record(path: Path) -> Record:
     missing = f"there is no {RECORD} in it"
     if (path / TOKENS).exists() and not (path / RECORD).exists() and _holds_no_run(path):
         missing = "it was stopped while the model was loading; --out begins it anew"
+    elif held := sorted(path.glob(f"*/{RECORD}")):
+        missing = f"folders in it do, such as {held[0].parent}"
     content = read_own(path / RECORD, missing=f"{path} holds no run: {missing}")
     record = parse_json(content, f"{path / RECORD} is broken: it")
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
