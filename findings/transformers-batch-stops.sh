@@ -45,6 +45,6 @@ ends = alone(stop_strings=stop, tokenizer=tokenizer), in_a_batch(stop_strings=st
 print(f"transformers {transformers.__version__}, generate stopped at {stop!r}: {ends[0]!r}; generate_batch: {ends[1]!r}")
 raise SystemExit(in_a_batch() != text or not ends[0].endswith(stop) or len(ends[0]) > 11 or ends[1] != text)
 PYTHON
-cat said
-test $ended = 0
+test $ended = 0 || { cat said; exit 1; }
+grep '^transformers' said
 ! grep -i -e "stop_str" -e "stop str" -e "stopping" said

@@ -159,7 +159,7 @@ def test_refused_by_name(param, body, chat):
     ("body", "chat", "told"),
     [
         ({"stop": 3}, False, "stop: must be a list, got 3"),
-        ({"messages": [{**USER, "content": None}]}, True, "must be a text, or a list of parts"),
+        ({"messages": [{**USER, "content": None}]}, True, "content: must be a text, or a list"),
     ],
 )
 def test_in_the_words_of_json(body, chat, told):

@@ -13,7 +13,6 @@ from secrets import randbits
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from tswift.errors import InputError, Object, did_you_mean
 from tswift.jobs.config import RunConfig, check_prompt
@@ -146,7 +145,7 @@ def _filled(message: object) -> object:
 def _parts(content: object) -> object:
     """A content as parts, which a text is one of."""
     if not isinstance(content, str | list):
-        raise PydanticCustomError("content", "must be a text, or a list of parts with texts")
+        raise ValueError("must be a text, or a list of parts with texts")
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -182,7 +181,8 @@ def _checked(given: Values) -> _Switches:
         param = "".join(names).removeprefix(".")
         unserved = first["type"] in ("extra_forbidden", "literal_error")
         code = "unsupported_field" if unserved else None
-        raise Refused(400, f"{param}: {first['msg']}", param, code) from None
+        told = first["msg"].removeprefix("Value error, ")
+        raise Refused(400, f"{param}: {told}", param, code) from None
 
 
 def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
