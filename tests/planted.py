@@ -630,6 +630,8 @@ FAULTS = [
           "unit = tile % tiles if", "unit = tile if"),
     Fault("halves of all heads are counted as one's", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "else tile // together", "else tile // together * 0"),
+    Fault("layers are tried as if a program multiplied for a whole head", "forward/cuda/layers_check.py", CODES_ON_DEVICE,
+          "width = kernels.head_width(attention.head_dim)", "width = attention.head_dim"),
     Fault("a device takes a sign of 8 bits for another code's", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "lop3.b32 $3, high, 0x00800080", "lop3.b32 $3, $4, 0x00800080"),
     Fault("a device shifts codes of 4 bits too little", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,

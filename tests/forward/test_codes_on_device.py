@@ -282,6 +282,20 @@ def test_heads_are_rotated_and_stored(heads, head, normed, count, dtype):
     assert kept_right(out, kept, plain, 5)
 
 
+def test_layers_of_wide_heads_are_tried_by_parts_that_there_are(monkeypatch):
+    """Two programs multiply for a head of 128, so sums have fewer parts than one would make."""
+    monkeypatch.setattr(layers_check, "_REPEATS", 1)
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 128, "num_hidden_layers": 1}
+    model = tiny_model("llama", **sizes, num_attention_heads=1, num_key_value_heads=1)
+    (layer,) = model.to(torch.bfloat16).get_decoder().layers
+    for name, module in list(layer.named_modules()):
+        if type(module) is torch.nn.Linear:
+            given = codes(module.out_features, module.in_features, *FORMS[5])
+            layer.set_submodule(name, CodedLinear(given))
+    assert kernels.product_parts(128, 3) != kernels.product_parts(128, 6)
+    layers_check.try_kernels(layer, torch.bfloat16)
+
+
 def test_what_is_not_counted_has_no_bound(monkeypatch):
     """A wide pass adds its parts up by itself: an LM head has more tiles than there are counters,
     and only what waits for two products counts.

@@ -111,7 +111,7 @@ def _codes_of_8(words, kind: tl.constexpr, INTERPRETED: tl.constexpr):
         low, high = words.to(tl.int8).to(tl.float32), (words >> 8).to(tl.int8).to(tl.float32)
     else:
         low, high, low_sign, high_sign = tl.inline_asm_elementwise(
-            made_by, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+            made_by, "=&r,=&r,=&r,=&r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
         low = low.to(kind, bitcast=True) - low_sign.to(kind, bitcast=True)
         high = high.to(kind, bitcast=True) - high_sign.to(kind, bitcast=True)
@@ -314,6 +314,13 @@ def product_parts(inputs: int, tiles: int) -> int:
     return parts
 
 
+def head_width(head: int) -> int:
+    """Outputs of a program that multiplies for heads of so many numbers: all, or half of them where
+    it has too few registers.
+    """
+    return head // 2 if head > TILE else head
+
+
 def _multiply(
     rows: Tensor,
     products: Sequence[CodedProduct],
@@ -327,9 +334,7 @@ def _multiply(
     """Launch the kernel; ``out``, ``hidden``, ``heads`` and ``rotated`` are of what follows."""
     count, inputs = rows.shape
     sizes = [each.weights.outputs for each in products]
-    width = TILE if heads is None else heads.keys.shape[2]
-    if width > TILE:
-        width //= 2  # as one program has too few registers for more
+    width = TILE if heads is None else head_width(heads.keys.shape[2])
     tiles = sum(triton.cdiv(size, width) for size in sizes)
     parts = product_parts(inputs, tiles)
     many = count > MOST_ROWS

@@ -143,7 +143,8 @@ def try_kernels(layer: Any, dtype: torch.dtype, codes: bool = False) -> None:
     if type(mlp.down_proj) is CodedLinear:
         _try_coded(layer, normed, hidden, random, codes)
         return
-    parts_of = _try_heads(attention, states, normed, random, kernels, product_of, codes)
+    head = attention.head_dim
+    parts_of = _try_heads(attention, states, normed, random, kernels, product_of, head, codes)
     _compare("norms", parts_of(states), parts_of(normed_already(normed)))
     wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
     active = kernels.multiply_silu(states, product_of(mlp.gate_proj), product_of(mlp.up_proj))
@@ -163,7 +164,8 @@ def _try_coded(
     from tswift.forward.cuda import code_kernels as kernels
 
     attention, mlp = layer.self_attn, layer.mlp
-    _try_heads(attention, normed, normed, random, kernels, coded_product, codes)
+    width = kernels.head_width(attention.head_dim)
+    _try_heads(attention, normed, normed, random, kernels, coded_product, width, codes)
     for linear in (attention.o_proj, mlp.down_proj):
         rows = random(_TRIED, linear.in_features)
         sums, *_ = _try_sums(linear, rows, hidden, kernels, coded_product)
@@ -258,15 +260,18 @@ def _try_heads(
     random: Callable[..., Tensor],
     kernels: Any,
     product_of: Callable[[Any], Any],
+    width: int,
     codes: bool,
 ) -> Callable[[Hidden | Tensor], Tensor]:
-    """Compare products of heads with PyTorch; returns a function that makes their parts anew."""
+    """Compare products of heads, of ``width`` outputs a program, with PyTorch; returns a function
+    that makes their parts anew.
+    """
     from tswift.forward.cuda.layer_kernels import Heads, rotate
 
     head = attention.head_dim
     three = _three(attention)
     sizes = [each.out_features for each in three]
-    count, rows = sum(sizes) // head, len(normed)
+    tiles, rows = sum(sizes) // width, len(normed)
     angles = (random(rows, head), random(rows, head))
     weights, eps = head_norms(attention)
     kept = torch.int8 if codes else normed.dtype
@@ -305,7 +310,7 @@ def _try_heads(
                 _compare("codes", steps_of(ours), steps_of(theirs))
 
     def parts_of(states: Hidden | Tensor) -> Tensor:
-        parts = kernels.product_parts(normed.shape[1], count)
+        parts = kernels.product_parts(normed.shape[1], tiles)
         sums = normed.new_full((parts, rows, sum(sizes)), torch.nan, dtype=torch.float32)
         heads = cached()
         query = kernels.project_heads(states, [product_of(each) for each in three], heads, sums)
