@@ -263,14 +263,10 @@ class CodesOnDevice(Packed):
             self.centre = next(zeros, self.centre)
         minimum = codes.minimum + self.centre * codes.scale
         # uint8, which wraps around as signed numbers do
-        numbers = codes.codes if self.bits == 4 else codes.codes - self.centre
-        words = torch.zeros((), dtype=torch.int16, device=numbers.device)
-        for at, part in enumerate(numbers.unflatten(1, (-1, 16 // self.bits, WORDS)).unbind(2)):
-            words = words | part.short() << at * self.bits
+        words = _words(codes.codes if self.bits == 4 else codes.codes - self.centre, self.bits)
         factors = [codes.scale, minimum] if minimum.any() else [codes.scale]
         words, *factors = (
-            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES))
-            for each in (words.flatten(1), *factors)
+            nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES)) for each in (words, *factors)
         )
         units = words.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 16))
         self.register_buffer("bytes", units.transpose(1, 2).contiguous())
@@ -300,6 +296,17 @@ class CodesOnDevice(Packed):
         """All weights, ``[outputs, inputs]`` float32."""
         every = torch.arange(self.outputs, device=self.bytes.device)
         return torch.cat([self.rows(some) for some in every.split(_AT_A_TIME)])
+
+
+def _words(numbers: Tensor, bits: int) -> Tensor:
+    """Words ``[outputs, inputs * bits / 16]`` int16 of codes ``[outputs, inputs]`` uint8: see
+    :class:`CodesOnDevice`.
+    """
+    parts = numbers.unflatten(1, (-1, 16 // bits, WORDS)).unbind(2)
+    words = torch.zeros_like(parts[0], dtype=torch.int16)
+    for at, part in enumerate(parts):  # in place, as a device may be nearly full
+        words.add_(part, alpha=2 ** (at * bits))
+    return words.flatten(1)
 
 
 def _packed(codes: Codes, factors: Sequence[Tensor]) -> Tensor:
