@@ -4,8 +4,8 @@ Every launch that the attention backend would make is compiled instead, and asse
 the assembler's account of registers and spills. Prints a Markdown table, or a JSON line per kernel.
 TRITON_INTERPRET must not be set.
 
-    python -m benchmarks.offline python -m benchmarks.offline --json --case
-    90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,256,1,chain
+    python -m benchmarks.offline --json
+    python -m benchmarks.offline --case 90,bfloat16,8,4,128,32,tree --case 80,float16,2,2,64,1,chain
 
 A case is compute capability, dtype, KV heads, query heads per KV head, head size, nodes, ``tree``
 or ``chain``, and optionally ``window``, ``softcap`` and ``int8``, a cache of codes. Or it is
@@ -482,7 +482,7 @@ def compiled_codes(
     *more: str,
 ) -> list[dict[str, Any]]:
     """The kernel of products of codes as a layer's four products and the LM head's launch it,
-    over 1 row, 32 and a wide chunk, with codes of the forms that :data:`FORMS` names.
+    over 1 row, 16, 32 and a wide chunk, with codes of the forms that :data:`FORMS` names.
     """
     kernels: list[dict[str, Any]] = []
     type_ = getattr(torch, dtype)

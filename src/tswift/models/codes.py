@@ -21,7 +21,7 @@ _GROUP = 16  # outputs that lie together in the packed form
 _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 UNIT = 64  # inputs whose codes lie together on a device
 LINES = 64  # outputs whose units lie together there
-WORDS = 16  # inputs that share their words there with the next as many
+WORDS = 16  # places between inputs whose codes share a word there
 _MIDDLE = {4: 8, 8: 128}  # what is taken from a code there, by its bits
 
 

@@ -170,7 +170,7 @@ def _try_coded(
         rows = random(_TRIED, linear.in_features)
         sums, *_ = _try_sums(linear, rows, hidden, kernels, coded_product)
         made = added_parts(sums, normed.dtype)
-        for times in (1, 5, 20):  # in passes of few rows, of more, and of a text's
+        for times in (1, 3, 5, 20):  # in blocks of 8, 16 and 32 rows, and in a text's pass
             again = kernels.multiply_rows(rows[1:].repeat(times, 1), coded_product(linear))
             _compare("products", again, made[1:].repeat(times, 1))
     gate, up = coded_product(mlp.gate_proj), coded_product(mlp.up_proj)
@@ -179,7 +179,9 @@ def _try_coded(
     sums = normed.new_full((parts, len(normed), 2 * size), torch.nan, dtype=torch.float32)
     active = kernels.multiply_silu(normed, gate, up, sums)
     _compare("SiLU", active, plain_silu_mul(*added_parts(sums, normed.dtype).chunk(2, 1)))
-    _compare("SiLU", kernels.multiply_silu(normed.repeat(4, 1), gate, up), active.repeat(4, 1))
+    for times in (2, 4):
+        again = kernels.multiply_silu(normed.repeat(times, 1), gate, up)
+        _compare("SiLU", again, active.repeat(times, 1))
     wide = torch.cat(_wide_products(normed, (mlp.gate_proj, mlp.up_proj)), 1)
     if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
         raise Wrong("the kernel of products computes something else than PyTorch")
