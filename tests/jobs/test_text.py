@@ -46,7 +46,7 @@ def text_of(tokenizer, tokens: list[int]) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_random_tokens_decode_as_atext_of(tokenizer, merging, data):
+def test_random_tokens_decode_as_a_whole(tokenizer, merging, data):
     used = data.draw(st.sampled_from([tokenizer, merging]))
     # the first are bytes: all of them, ASCII apart, or none
     least = data.draw(st.sampled_from([0, 100, 262]))
