@@ -127,7 +127,10 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
         else:
             stopped = bench(words, "--out b")
             assert stopped.code == 130
-            assert "interrupted; what was measured is in b; bench --resume b goes on" in stopped.err
+            assert (
+                "interrupted; what was measured is in b; tswift bench --resume b goes on"
+                in stopped.err
+            )
     kept = read("b")
     assert kept["state"] == ("running" if error is Killed else "interrupted")
     opened = []

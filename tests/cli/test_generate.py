@@ -520,8 +520,8 @@ def test_weights_that_are_not_finite(tswift, words, checkpoint, prompt, tmp_path
     weights["model.embed_tokens.weight"][tokens[place]] = torch.nan
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     words = words.replace(str(checkpoint), str(broken))
-    again = tmp_path / "again"
-    result = tswift(words, f"--method tokenswift --out {again}")
+    again = tmp_path / "once again"
+    result = tswift(words, f"--method tokenswift --out '{again}'")
     first = (
         "are NaN; the first output that is not finite is that of model.embed_tokens at position "
         f"{at}: "
@@ -530,7 +530,7 @@ def test_weights_that_are_not_finite(tswift, words, checkpoint, prompt, tmp_path
     assert result.err.splitlines()[-1] == (
         f"tswift: error: the logits for position {at + 1} {first}its weights are broken, or "
         f"float32 is too narrow for the model; {place + 1} tokens are saved in {again}, and "
-        f"tswift generate --resume {again} goes on from there"
+        f"tswift generate --resume '{again}' goes on from there"
     )
     assert "Traceback" not in result.err
     assert tokens_in(again) == tokens[: place + 1]

@@ -449,7 +449,7 @@ def test_processes_that_cannot_work_together(monkeypatch, device, error, message
 
 @pytest.fixture
 def folder(tmp_path) -> TrainFolder:
-    made = TrainFolder(tmp_path / "train", "train-draft")
+    made = TrainFolder(tmp_path / "a run", "train-draft")
     with made.created():
         made.write_record({"state": "running"})
     return made
@@ -468,7 +468,7 @@ def test_a_full_disk(folder, kept):
         save(folder)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     goes_on = (
-        f"; tswift train-draft --resume {folder.path} goes on from the last checkpoint"
+        f"; tswift train-draft --resume '{folder.path}' goes on from the last checkpoint"
         if kept
         else ""
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -299,5 +300,6 @@ def _judge(
     if not whole:
         for name in request.missing:
             bars.say(f"missing: {name}")
-        bars.say(f"interrupted; what was measured is in {folder}; bench --resume {folder} goes on")
+        again = f"tswift bench --resume {shlex.quote(str(folder))}"
+        bars.say(f"interrupted; what was measured is in {folder}; {again} goes on")
         raise typer.Exit(INTERRUPTED)

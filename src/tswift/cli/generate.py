@@ -7,6 +7,7 @@ nothing.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -254,7 +255,8 @@ def _many(
     with loading_notice(batch.config.model.model, quiet):
         from tswift.jobs.job import Signals, Stopped
     made = 0
-    again = f"tswift generate --resume {batch.out}" + (f" --shard {shard}" if shard else "")
+    again = f"tswift generate --resume {shlex.quote(str(batch.out))}"
+    again += f" --shard {shard}" if shard else ""
     try:
         with writing_stdout(), Signals() as signals:
             for line in batch.make(batch.of_shard(*chosen), typed.command, signals):

@@ -80,7 +80,7 @@ def _train(
     if outcome.signum is not None:
         bars.say(
             f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume "
-            f"{outcome.folder} goes on"
+            f"{shlex.quote(str(outcome.folder))} goes on"
         )
         raise typer.Exit(128 + outcome.signum)
     bars.say(f"written: {outcome.folder / result}")

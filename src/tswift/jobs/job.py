@@ -9,6 +9,7 @@ loaded. Signals (Ctrl-C, ``kill``, a terminal that is closed) stop it between tw
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -245,7 +246,8 @@ class Job:
             if self.folder.saved < made
             else f"{made:,} tokens are"
         )
-        return f"{saved} saved in {path}, and tswift generate --resume {path} goes on from there"
+        again = f"tswift generate --resume {shlex.quote(str(path))}"
+        return f"{saved} saved in {path}, and {again} goes on from there"
 
     def end(self) -> dict[str, str]:
         """How a finished text ended: ``stop`` (and at which ``string`` or ``token``), ``loop``,

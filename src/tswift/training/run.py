@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -530,11 +531,8 @@ class TrainFolder:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             saved = (self.path / CHECKPOINT).is_file()
-            advice = (
-                f"; tswift {self._kind} --resume {self.path} goes on from the last checkpoint"
-                if saved
-                else ""
-            )
+            again = f"tswift {self._kind} --resume {shlex.quote(str(self.path))}"
+            advice = f"; {again} goes on from the last checkpoint" if saved else ""
             raise DecodeError(f"{self.path / name} cannot be written ({reason}){advice}") from None
 
 
