@@ -340,7 +340,7 @@ def test_a_models_own_head_size_is_built_before_it_is_loaded(monkeypatch, tmp_pa
     if broken:
         with refused("attention: native attention needs another C compiler: broken"):
             load(model, device="cpu", dtype="float32", attention="native")
-    assert set(built) == {"-DWIDTH=32"}
+    assert set(built) == {"-DWIDTH=16"}
 
 
 @every_row(("machine", "capability"), [("riscv64", "DEFAULT"), ("x86_64", "DEFAULT")])

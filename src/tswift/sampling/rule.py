@@ -317,7 +317,8 @@ class Sampler:
         drafted ancestors are. Where tokens are penalised for their repetition, biases have been
         added.
         """
-        logits = self._without_early_ends(logits, positions + 1)
+        if len(self._rule.late):
+            logits = self._without_early_ends(logits, positions + 1)
         if self._rule.repeats:
             there = (self.newest > FAR).repeat(len(tokens), 1)
             logits = self._repeated(logits, self._with_path(there, tokens, ancestors))
@@ -333,8 +334,6 @@ class Sampler:
         there.
         """
         rule = self._rule
-        if not len(rule.late):
-            return logits
         early = (positions < rule.first)[:, None]
         ends = logits.index_select(1, rule.late).masked_fill(early, -math.inf)
         return logits.index_copy(1, rule.late, ends)
@@ -551,7 +550,7 @@ class Sampler:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
             tokens, found, _ = program.rank(logits, count, places, seen)
             return tokens, found
-        if positions is not None:
+        if positions is not None and len(self._rule.late):
             there = torch.as_tensor(positions).to(logits.device, non_blocking=True)
             logits = self._without_early_ends(logits, there)
         if fused is not None:
