@@ -493,11 +493,12 @@ def compiled_codes(
 
     def product(outputs: int, inputs: int, form: tuple[int, int, bool] = first) -> Any:
         bits, block, minima = form
+        kept = torch.float16 if minima else torch.float32
         held = CodesOnDevice.__new__(CodesOnDevice)
         nn.Module.__init__(held)
         held.outputs, held.inputs, held.bits, held.block = outputs, inputs, bits, block
         held.bytes = torch.zeros(16, dtype=torch.int16)
-        held.factors = torch.zeros(1, outputs, 1 + minima)
+        held.factors = torch.zeros(1, outputs, 1 + minima, dtype=kept)
         return code_kernels.CodedProduct(held)
 
     own, other = kv_heads * groups * size, kv_heads * size

@@ -123,7 +123,7 @@ def layers(lines: list[dict]) -> list[dict]:
 
 
 _CODED = 16 * len(CODED)  # four kernels over 1 row, 16, 32 and 512
-_LOOPS = {8: 280, 16: 340, 32: 430}  # instructions for 64 by 64 codes, by rows at a time
+_LOOPS = {8: 300, 16: 350, 32: 450}  # instructions for 64 by 64 codes, by rows at a time
 
 
 def test_products_of_codes_fit_and_hardly_spill(lines):
@@ -134,7 +134,7 @@ def test_products_of_codes_fit_and_hardly_spill(lines):
     made = lines[end - _CODED : end]
     assert {kernel["kernel"] for kernel in made} == {"multiply_codes"}
     for at, kernel in enumerate(made):
-        assert kernel["spills"] <= (64 if at % 16 == 12 else 0), kernel
+        assert kernel["spills"] <= (96 if at % 16 == 12 else 0), kernel
         assert kernel["programs"] >= 5, kernel
         assert 100 < kernel["loop"] <= _LOOPS[kernel["ROWS"]], kernel
         assert kernel["mma"] + kernel["wgmma"] > 0, kernel

@@ -221,8 +221,8 @@ def test_a_floor_on_a_gpu_counts_codes_and_scales(kind, tswift):
     result = tswift(words, "--json -").ok()
     told = result.json
     layers, head, norms = 32 * 218_103_808, 128_256 * 4096, 65 * 4096
-    each = {"int4": 0.75, "int8": 1.25}[kind]
-    assert told["shape"]["weight_bytes"] == layers * each + head * 1.25 + norms * 2
+    each = {"int4": 0.625, "int8": 1.125}[kind]
+    assert told["shape"]["weight_bytes"] == layers * each + head * 1.125 + norms * 2
     assert told["weights"] == kind
     assert "beside it with weights of codes on one H200 (results/h200)." in " ".join(
         tswift(words).text.split()

@@ -113,7 +113,8 @@ def _filled(
 
 def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32, read: bool = False) -> int:
     """Bytes of a file's weights in memory, but for the padding of its matrices;
-    those that are no codes become a dtype: one of 16 bits on a device, where scales are float32.
+    those that are no codes become a dtype: one of 16 bits on a device, where scales without minima
+    are float32.
 
     Args:
         file: its headers are read.
@@ -128,7 +129,7 @@ def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32, read: bool = 
             continue
         if stored.quantised:
             bits, block, numbers, size = file.form(stored)
-            each = size if dtype == torch.float32 else _FLOAT
+            each = _FLOAT if numbers == 1 and dtype != torch.float32 else size
             total += _packed_bytes(count, bits, block, numbers * each)
         else:
             total += count * dtype.itemsize
@@ -140,11 +141,10 @@ def rounded_bytes(
 ) -> int:
     """As :func:`gguf_bytes`, of a checkpoint that is rounded; its network may have no weights."""
     bits = rounded_bits(network, kind)
-    factors = 2 * (2 if dtype == torch.float32 else _FLOAT)
     tables = {each.weight for each in network.modules() if isinstance(each, nn.Embedding)}
     unread = tables - {network.get_output_embeddings().weight} if read else set()
     return sum(
-        _packed_bytes(weight.numel(), bits[name], BLOCK, factors)
+        _packed_bytes(weight.numel(), bits[name], BLOCK, 2 * torch.float16.itemsize)
         if name in bits
         else weight.numel() * dtype.itemsize
         for name, weight in network.named_parameters()

@@ -22,7 +22,7 @@ _CENTRES = (8, 16, 32, 128)  # codes that stand for 0 in usual formats
 UNIT = 64  # inputs whose codes lie together on a device
 LINES = 64  # outputs whose units lie together there
 WORDS = 16  # places between inputs whose codes share a word there
-_MIDDLE = {4: 8, 8: 128}  # what is taken from a code there, by its bits
+MIDDLE = {4: 8, 8: 128}  # what is taken from a code there, by its bits
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ class CodesOnDevice(Packed):
     then of outputs, and missing outputs are filled up. A word of two bytes has the codes of inputs
     16 places apart, from its last bits on: 4 codes of 4 bits or 2 of 8. A middle is taken from all
     codes, so that most stand near 0: with 8 bits, bytes are signed numbers. Blocks have float32
-    scales, each beside its minimum where the middle does not stand for 0.
+    scales; where the middle does not stand for 0, each is beside its minimum, and both are float16
+    if that loses nothing.
 
     Args:
         codes: on the device where they stay.
@@ -242,7 +243,7 @@ class CodesOnDevice(Packed):
     """
 
     bytes: Tensor  # words, [outputs / 64, inputs / 64, 64, 64 * bits / 16] int16
-    factors: Tensor  # [inputs / block, outputs, filled up, 1 or 2] float32
+    factors: Tensor  # [inputs / block, outputs, filled up, 1 or 2] float32 or float16
 
     def __init__(self, codes: Codes) -> None:
         super().__init__()
@@ -250,9 +251,9 @@ class CodesOnDevice(Packed):
         self.bits, self.block = codes.bits, codes.block
         if self.inputs % UNIT:
             raise ValueError(f"{self.inputs:,} inputs are no multiple of {UNIT}")
-        if self.bits not in _MIDDLE or self.block not in (LEAST_BLOCK, BLOCK):
+        if self.bits not in MIDDLE or self.block not in (LEAST_BLOCK, BLOCK):
             raise ValueError(f"no kernel takes {self.bits} bits in blocks of {self.block}")
-        self.centre = _MIDDLE[self.bits]
+        self.centre = MIDDLE[self.bits]
         if self.bits == 8:
             most = int(codes.codes.max())  # less the centre it has to be a signed byte
             zeros = (
@@ -261,21 +262,24 @@ class CodesOnDevice(Packed):
                 if most - code < 128 and torch.equal(codes.minimum, -code * codes.scale)
             )
             self.centre = next(zeros, self.centre)
-        minimum = codes.minimum + self.centre * codes.scale
+        minima = bool((codes.minimum + self.centre * codes.scale).any())
         # uint8, which wraps around as signed numbers do
         words = _words(codes.codes if self.bits == 4 else codes.codes - self.centre, self.bits)
-        factors = [codes.scale, minimum] if minimum.any() else [codes.scale]
+        factors = [codes.scale, codes.minimum] if minima else [codes.scale]
+        # a scale alone would be too short to be fetched ahead
+        half = minima and all(torch.equal(each.half().float(), each) for each in factors)
         words, *factors = (
             nn.functional.pad(each, (0, 0, 0, -self.outputs % LINES)) for each in (words, *factors)
         )
         units = words.unflatten(0, (-1, LINES)).unflatten(2, (-1, UNIT * self.bits // 16))
         self.register_buffer("bytes", units.transpose(1, 2).contiguous())
-        self.register_buffer("factors", torch.stack([each.t() for each in factors], 2))
+        both = torch.stack([each.t() for each in factors], 2)
+        self.register_buffer("factors", both.half() if half else both)
 
     @property
     def kind(self) -> torch.dtype:
         """Of the scales and minima."""
-        return torch.float32
+        return self.factors.dtype
 
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
@@ -286,10 +290,10 @@ class CodesOnDevice(Packed):
         # with 8 bits bytes are signed
         numbers = codes - self.centre if self.bits == 4 else codes.to(torch.int8)
         blocks = numbers.float().view(len(wanted), -1, self.block)
-        scale, *minimum = self.factors[:, wanted].transpose(0, 1).split(1, 2)
+        scale, *minimum = self.factors[:, wanted].float().transpose(0, 1).split(1, 2)
         weights = blocks * scale
         for each in minimum:
-            weights += each
+            weights += each + self.centre * scale
         return weights.view(*outputs.shape, self.inputs)
 
     def whole(self) -> Tensor:

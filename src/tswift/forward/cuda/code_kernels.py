@@ -39,7 +39,7 @@ from tswift.forward.cuda.layer_kernels import (
     _strides,
     _sums,
 )
-from tswift.models.codes import LINES, UNIT, WORDS, CodesOnDevice
+from tswift.models.codes import LINES, MIDDLE, UNIT, WORDS, CodesOnDevice
 
 TILE = 64  # outputs of a program at most
 _LEAST_ROWS = 8
@@ -77,6 +77,8 @@ _1_BFLOAT16 = tl.constexpr(_ONES.format(0x3F80))
 _1_FLOAT16 = tl.constexpr(_ONES.format(0x3C00))
 _LINES = tl.constexpr(LINES)
 _UNIT = tl.constexpr(UNIT)
+_MIDDLE_OF_4 = tl.constexpr(float(MIDDLE[4]))
+_MIDDLE_OF_8 = tl.constexpr(float(MIDDLE[8]))
 _WORDS = tl.constexpr(WORDS)
 _FOLLOWS_ADD = tl.constexpr(_ADD)
 _FOLLOWS_SILU = tl.constexpr(_SILU)
@@ -177,10 +179,14 @@ def _code_dots(
                             ones = _ones_like(words, kind, INTERPRETED)
                             inputs_sum = tl.dot(ones, own, inputs_sum, input_precision="ieee")
                     factor = tl.load(factor_at + (first // BLOCK).to(tl.int64) * factors_row)
+                    factor = factor.to(tl.float32)
                     if FACTORS == 1:
                         total = tl.fma(found, tl.broadcast_to(factor, [TILE, ROWS]), total)
                     else:
                         scale, minimum = tl.split(factor)
+                        minimum = tl.fma(
+                            scale, _MIDDLE_OF_4 if BITS == 4 else _MIDDLE_OF_8, minimum
+                        )
                         scale = tl.broadcast_to(scale[:, None], [TILE, ROWS])
                         total = tl.fma(found, scale, total)
                         minimum = tl.broadcast_to(minimum[:, None], [TILE, ROWS])

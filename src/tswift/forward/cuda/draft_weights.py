@@ -81,7 +81,7 @@ def copy_bytes(network: PreTrainedModel, kind: str) -> int:
         for layer in network.get_decoder().modules()
         if isinstance(layer, nn.Linear) and _fits(layer)
     ]
-    factors = 2 * torch.float32.itemsize
+    factors = 2 * torch.float16.itemsize
     return sum(
         layer.weight.numel() * BITS[kind] // 8 + layer.weight.numel() // BLOCK * factors
         for layer in layers
