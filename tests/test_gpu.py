@@ -153,7 +153,7 @@ def test_products_of_codes_against_float64(form):
     scale, more = torch.randn(2, outputs, inputs // block, device=DEVICE) / 2**bits
     minimum = more * 8 * minima - 2 ** (bits - 1) * scale
     linear = CodedLinear(Codes(counts, scale, minimum, bits))
-    assert linear.form == (bits, block, minima)
+    assert linear.packed.form[:3] == form
     rows = torch.randn(wide, inputs, device=DEVICE).to(torch.bfloat16)
     made = linear(rows)
     exact = rows.double() @ linear.weight.double().T

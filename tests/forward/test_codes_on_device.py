@@ -237,6 +237,21 @@ def test_rows_have_the_same_bits_in_every_pass(form, count):
         assert same_bits(kernels.multiply_rows(rows[at : at + 1], by)[0], made[at])
 
 
+def test_scales_of_both_dtypes_are_read_in_one_launch():
+    """As of Q4_1 beside Q4_K, whose codes are alike."""
+    rows = random(1, 3, 128, dtype=torch.bfloat16)
+    floats = codes(70, 128, *FORMS[0])
+    halves = replace(
+        floats, scale=floats.scale.half().float(), minimum=floats.minimum.half().float()
+    )
+    both = [kernels.CodedProduct(CodesOnDevice(each)) for each in (halves, floats)]
+    assert [each.weights.kind for each in both] == [torch.float16, torch.float32]
+    sums = torch.full((1, 3, 140), torch.nan)
+    kernels.multiply_silu(rows, *both, sums)
+    for found, by in zip(sums.sum(0).split(70, 1), both, strict=True):
+        assert near(found, rows, by)
+
+
 @pytest.mark.parametrize("dtype", first(1, HALVES))
 @pytest.mark.parametrize("count", [3, 70])
 def test_what_follows_is_made_of_the_parts(count, dtype):

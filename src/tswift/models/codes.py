@@ -281,6 +281,13 @@ class CodesOnDevice(Packed):
         """Of the scales and minima."""
         return self.factors.dtype
 
+    @property
+    def form(self) -> tuple[int, int, bool, torch.dtype]:
+        """What a kernel is compiled for: bits, inputs of a block, whether there are minima, and the
+        dtype of scales.
+        """
+        return self.bits, self.block, self.factors.shape[2] == 2, self.kind
+
     def rows(self, outputs: Tensor) -> Tensor:
         """The weights of some outputs, ``[..., inputs]`` float32."""
         wanted = outputs.flatten()

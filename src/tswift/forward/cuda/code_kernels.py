@@ -369,8 +369,7 @@ def _multiply(
             "ACROSS": each.factors.stride(0),
         }.items()
     }
-    kinds = {(each.bits, each.block, each.factors.shape[2]) for each in codes}
-    alike = len(kinds) == 1 == len({each.bias is None for each in three})
+    alike = len({each.form for each in codes}) == 1 == len({each.bias is None for each in three})
     of_heads: tuple[object, ...] = (None,) * 10 + (0,) * 4 + (0.0, 0, 0)
     if heads is not None and rotated is not None:
         of_heads = (*_places(heads, rotated), *_strides(heads))

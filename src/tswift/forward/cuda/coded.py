@@ -30,11 +30,6 @@ class CodedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
-    def form(self) -> tuple[int, int, bool]:
-        """Of its codes: their bits, inputs of a block, and whether there are minima."""
-        return self.packed.bits, self.packed.block, self.packed.factors.shape[2] == 2
-
-    @property
     def weight(self) -> Tensor:
         """The weights ``[out, in]`` in float32, made anew."""
         return self.packed.whole()

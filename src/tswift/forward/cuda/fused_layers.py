@@ -250,7 +250,7 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) ->
 def layers_by_form(network: PreTrainedModel) -> list[Any]:
     """A layer of each form that a network has: in files of 4 bits some layers have more of them."""
     found = {
-        tuple(each.form for each in _linears(layer) if type(each) is CodedLinear): layer
+        tuple(each.packed.form for each in _linears(layer) if type(each) is CodedLinear): layer
         for layer in reversed(network.get_decoder().layers)
     }
     return [*found.values()]

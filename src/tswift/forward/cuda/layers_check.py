@@ -213,7 +213,7 @@ def try_codes(network: Any) -> None:
     layers = {}
     for linear in (module for module in network.modules() if type(module) is CodedLinear):
         shape = (linear.in_features, linear.out_features, linear.bias is None)
-        layers[*linear.form, *shape] = linear
+        layers[*linear.packed.form, *shape] = linear
     for linear in layers.values():
         try_product(linear, network.dtype)
 
