@@ -201,18 +201,20 @@ LAYERS = [  # llama3.1-8b, qwen2.5-7b, qwen3-4b, smollm2-135m, 70b; one in float
 
 
 PROMPT = 512  # rows
-# of codes: bits, inputs of a block, whether there are minima; as GGUF files' and --weights' are
+# of codes: bits, inputs of a block, whether there are minima, and the dtype of scales; as GGUF
+# files' and --weights' are
 FORMS = {
-    "int4": (4, 32, True),
-    "Q4_0": (4, 32, False),
-    "int8": (8, 32, True),
-    "Q8_0": (8, 32, False),
-    "Q6_K": (8, 16, False),
+    "int4": (4, 32, True, torch.float16),
+    "Q4_0": (4, 32, False, torch.float32),
+    "Q4_K": (4, 32, True, torch.float32),
+    "int8": (8, 32, True, torch.float16),
+    "Q8_0": (8, 32, False, torch.float32),
+    "Q6_K": (8, 16, False, torch.float32),
 }
 FORMS_OF_INT4 = ("int4", "int4", "int8")  # of most products, values' and the LM head's
 CODES = [
     ("bfloat16", 8, 4, 128, 4096, 14_336, "codes", *forms)
-    for forms in (FORMS_OF_INT4, ("Q4_0", "Q6_K", "Q6_K"), ("Q8_0",) * 3)
+    for forms in (FORMS_OF_INT4, ("Q4_K", "Q6_K", "Q6_K"), ("Q4_0", "Q6_K", "Q6_K"), ("Q8_0",) * 3)
 ]
 
 # of Qwen3.5 and of a Mamba2: heads of keys, heads, keys, values
@@ -491,9 +493,8 @@ def compiled_codes(
     type_ = getattr(torch, dtype)
     first, value, end = (FORMS[name] for name in (more or FORMS_OF_INT4))
 
-    def product(outputs: int, inputs: int, form: tuple[int, int, bool] = first) -> Any:
-        bits, block, minima = form
-        kept = torch.float16 if minima else torch.float32
+    def product(outputs: int, inputs: int, form: tuple[int, int, bool, torch.dtype] = first) -> Any:
+        bits, block, minima, kept = form
         held = CodesOnDevice.__new__(CodesOnDevice)
         nn.Module.__init__(held)
         held.outputs, held.inputs, held.bits, held.block = outputs, inputs, bits, block

@@ -43,7 +43,7 @@ LAYERS = [
 
 
 CODED = [  # as layers, with forms of most weights, of values' and of the LM head's
-    "80,bfloat16,8,4,128,4096,14336,codes,Q4_0,Q6_K,Q6_K",
+    "80,bfloat16,8,4,128,4096,14336,codes,Q4_K,Q6_K,Q6_K",
     "89,bfloat16,8,4,128,4096,14336,codes,int4,int4,int8",
     "90,bfloat16,8,4,128,4096,14336,codes,int4,int4,int8",
 ]
