@@ -186,7 +186,8 @@ def begin(
             warn_of_fallbacks(model.target)
         method = find_method(request.method)
         target = model.target.reference() if method.reference else model.target
-        resolved = resolve(request.method, target, model.heads, request.options)
+        draft = model.draft is not None
+        resolved = resolve(request.method, target, model.heads, request.options, draft)
         need = check(target, request.demand(resolved), draft=model.draft)
     costs = NOMINAL
     draft_costs = None

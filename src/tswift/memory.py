@@ -141,7 +141,9 @@ def preflight(
     refuse_ids(plan.vocab_size, logit_bias=params.logit_bias, stop_token_ids=params.stop_token_ids)
     heads = plan.heads_count
     if heads is not None or "heads" not in kind.needs:
-        demand = replace(demand, options=resolve(demand.method, plan, heads, demand.options))
+        beside = plan.asked.draft_model is not None
+        options = resolve(demand.method, plan, heads, demand.options, beside)
+        demand = replace(demand, options=options)
     draft = plan.draft if "draft_model" in kind.loads else None
     return _needed(plan, draft, demand, option)
 

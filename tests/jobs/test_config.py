@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers import refused
 from tests.rows import every_row
-from tswift.drafting.options import METHODS, DraftOptions, parse_tree
+from tswift.drafting.options import METHODS, NGRAMS, DraftOptions, parse_tree
 from tswift.jobs.config import PRESETS, RunConfig, banned_ids, preset_note, to_load
 from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
@@ -245,10 +245,8 @@ def test_presets_are_table_10():
             penalty=float(row["penalty"]),
             window=int(row["penalty_window"]),
         )
-        assert config.recorded()["drafting"] == {
-            "ngrams": int(row["ngram_k"]),
-            "tree": (1, 3, 3, 3),
-        }
+        assert config.recorded()["drafting"] == {"tree": (1, 3, 3, 3)}
+        assert int(row["ngram_k"]) == NGRAMS  # the default
 
 
 @every_row(
@@ -265,20 +263,16 @@ def test_a_method_gets_what_it_uses_of_a_preset(method):
     drafting = config.recorded()["drafting"]
     tree = {"tokenswift": (1, 3, 3, 3), "medusa": (3, 3, 3)}.get(method)
     assert drafting.get("tree") == tree
-    assert drafting.get("ngrams") == (20 if method in ("tokenswift", "reuse") else None)
 
 
 @every_row(
     ("typed", "drafting"),
     [
-        (
-            {"min_p": 0.02, "eta": 0.1, "nodes": 20},
-            {"ngrams": 20, "tree": (1, 3, 3, 3), "nodes": 20},
-        ),
+        ({"min_p": 0.02, "eta": 0.1, "nodes": 20}, {"tree": (1, 3, 3, 3), "nodes": 20}),
         ({"method": "medusa", "tree": (2, 2)}, {"tree": (2, 2)}),
-        ({"gamma": 2}, {"ngrams": 20, "gamma": 2}),
+        ({"gamma": 2}, {"gamma": 2}),
         ({"tree": "auto"}, {"tree": "auto"}),
-        ({"tree": "auto", "recall": 0}, {"ngrams": 20, "tree": "auto", "recall": 0}),
+        ({"tree": "auto", "recall": 0}, {"tree": "auto", "recall": 0}),
     ],
 )
 def test_what_was_typed_wins(typed, drafting):

@@ -458,8 +458,9 @@ def configure(
         for method, asked in drafting.items():
             preflight(plan, Demand(prompt, length, method, asked, flexible), option=option)
         model = load_model(plan)
+        draft = model.draft is not None
         contenders = [
-            Contender(method, method, resolve(method, model.target, model.heads, asked))
+            Contender(method, method, resolve(method, model.target, model.heads, asked, draft))
             for method, asked in drafting.items()
         ]
     except InputError as error:

@@ -185,7 +185,7 @@ def _draft_options(
     asked = replace(options.drafting, **{"tree": options.tree(method), **drafting})
     if "tree" in drafting and model.heads is not None:
         asked = replace(asked, nodes=tree_nodes(drafting["tree"], model.heads.conditioned))
-    resolved = resolve(method, model.target, model.heads, asked)
+    resolved = resolve(method, model.target, model.heads, asked, model.draft is not None)
     try:
         check(
             model.target,

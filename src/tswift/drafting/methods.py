@@ -36,8 +36,13 @@ from tswift.drafting.options import (
     FULL,
     MEASURED,
     METHODS,
+    NGRAMS,
+    OF_CASCADE,
+    OF_PARTIAL,
+    SINKS,
     DraftOptions,
     Method,
+    ResolvedOptions,
     find_method,
     refuse_sinks,
     used,
@@ -171,7 +176,7 @@ def network(models: Models, options: DraftOptions) -> Drafter:
     shape = options.tree if isinstance(options.tree, tuple) else None
     levels = min(len(shape) if shape else options.gamma or network.spec.count, nodes - 1)
     budget = _budget(models, options, every=shape is not None)
-    window = _set(options.budget), options.sinks
+    window = _set(options.budget), _set(options.sinks)
     source = NetworkSource(network, levels, window, options.shared_noise, nodes, shape)
     drafter = _pruned(models, options, levels, [source], budget)
     return replace(drafter, memories=[source, *drafter.memories])
@@ -308,7 +313,7 @@ def _self_draft(
     if kv == FULL:
         return DraftModel(target)
     cache = PartialKV(
-        target.kv_shape, _set(options.budget), options.sinks, POLICIES[kv], chain + nodes
+        target.kv_shape, _set(options.budget), _set(options.sinks), POLICIES[kv], chain + nodes
     )
     return PartialDraftModel(target, cache, nodes)
 
@@ -317,9 +322,8 @@ def _small_draft(models: Models, options: DraftOptions, between: bool = False) -
     """The small model over its own cache."""
     draft = _set(models.draft)
     (budget, ahead) = _small_cache_size(options, models.positions, between)
-    kv = StreamingKV(
-        draft.kv_shape, budget, min(options.sinks, budget // 4), ahead, ahead + CAUGHT_UP_TOGETHER
-    )
+    sinks = min(_set(options.sinks), budget // 4)
+    kv = StreamingKV(draft.kv_shape, budget, sinks, ahead, ahead + CAUGHT_UP_TOGETHER)
     return SmallDraftModel(draft, kv)
 
 
@@ -391,31 +395,68 @@ def usual_nodes(device: torch.device, groups: int) -> int:
     return min(most, max(fewest, ROWS // groups))
 
 
-_NGRAMS = DraftOptions().ngrams
 # half as many lose 3% of the guesses that come true, and all that there are gain less than 1%
 _KEPT = 64
 _AUTO_NODES = 32  # no tree that pays is larger, where passes over more were measured
 
 
 def resolve(
-    name: str, model: Target | ModelPlan, heads: Heads | int | None, options: DraftOptions
-) -> DraftOptions:
+    name: str,
+    model: Target | ModelPlan,
+    heads: Heads | int | None,
+    options: DraftOptions,
+    draft: bool = False,
+) -> ResolvedOptions:
     """The options with the defaults of method and device filled in, where the method uses them.
 
-    Drafts that are wider than the target's passes are cut.
+    Drafts that are wider than the target's passes are cut. What was resolved for a plan is only
+    fitted to the loaded model.
 
     Args:
         name: of the method.
         model: the target, or the sizes of one that need not be there.
         heads: its heads, or how many tokens they draft one after another.
         options: as asked for.
+        draft: whether there is a smaller model.
 
     Raises:
         InputError: no such method, heads or a drafter that it needs are missing, or options that do
-            not fit them.
+            not fit them, or that nothing would read.
     """
-    method = find_method(name)
+    if not isinstance(options, ResolvedOptions):
+        options = _resolved(find_method(name), model, heads, options, draft)
+    most = model.most_nodes
+    if most and (options.nodes or 0) > most:
+        raise InputError(
+            f"must be at most {most} with this attention, got {options.nodes}", "nodes"
+        )
+    inner = options.inner_gamma if "inner_gamma" in find_method(name).uses else 0
+    if most and (longest := max(options.gamma or 0, inner)) >= most:
+        raise InputError(f"must be below {most} with this attention, got {longest}", "gamma")
+    width = model.fixed_rows if isinstance(model, Target) else None
+    if width is None:
+        return options
+    return replace(
+        options,
+        nodes=options.nodes and min(options.nodes, width),
+        gamma=options.gamma and min(options.gamma, width - 1),
+    )
+
+
+def _resolved(
+    method: Method,
+    model: Target | ModelPlan,
+    heads: Heads | int | None,
+    options: DraftOptions,
+    draft: bool,
+) -> ResolvedOptions:
+    name = method.name
     count = heads.count if isinstance(heads, Heads) else heads or 0
+    unread = _unread(method, model, draft)
+    for each in unread:
+        if getattr(options, each) is not None:
+            reason = f"{name} has no use for it where layers are recurrent"
+            raise InputError(reason, each)
     kv = options.kv or next(iter(method.kv), None)
     if "kv" in method.uses and kv not in method.kv:
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
@@ -423,9 +464,11 @@ def resolve(
     tree, gamma = _tree_and_gamma(method, model, count, options)
     chooses = "costs" in method.uses and tree in (None, AUTO_TREE)
     recall = _recalled(method, options) if chooses else None
-    only, amount = {"recall": ("recall", recall), "reuse": ("ngrams", options.ngrams)}.get(
-        name, (None, 1)
-    )
+    ngrams = NGRAMS if options.ngrams is None else options.ngrams
+    alone = {"recall": ("recall", recall or 0), "reuse": ("ngrams", ngrams)}
+    if len(unread) == len(OF_CASCADE) and not count:
+        alone[AUTO_METHOD] = ("recall", 1 if options.recall is None else options.recall)
+    only, amount = alone.get(name, ("", 1))
     if not amount:
         raise InputError(f"must be at least 1 for {name}, which drafts from nothing else", only)
     nodes = _nodes(model, options, chooses) if "nodes" in method.uses else None
@@ -433,28 +476,32 @@ def resolve(
     if typed and _filled(model, tree, nodes):
         reason = f"not used by {name} in a tree of {nodes} nodes, which its heads fill"
         raise InputError(f"{reason}; give more `nodes`, or a narrower `tree`", typed)
-    longest = max(gamma or 0, options.inner_gamma if "inner_gamma" in method.uses else 0)
-    if model.most_nodes and longest >= model.most_nodes:
-        raise InputError(
-            f"must be below {model.most_nodes} with this attention, got {longest}", "gamma"
-        )
     budget = options.budget or method.budget
+    sinks = SINKS if options.sinks is None else options.sinks
     if "sinks" in used(method, options):
-        refuse_sinks(options.sinks, budget)
-    width = model.fixed_rows if isinstance(model, Target) else None
-    if width is not None:
-        nodes = nodes and min(nodes, width)
-        gamma = gamma and min(gamma, width - 1)
-    return replace(
-        options,
-        tree=tree,
-        nodes=nodes,
-        gamma=gamma,
-        kv=kv if "kv" in method.uses else None,
-        budget=budget,
-        costs=(options.costs or MEASURED) if chooses else None,
-        recall=recall,
-    )
+        refuse_sinks(sinks, budget)
+    filled = {
+        "tree": tree,
+        "nodes": nodes,
+        "gamma": gamma,
+        "kv": kv if "kv" in method.uses else None,
+        "budget": budget,
+        "sinks": sinks,
+        "ngrams": ngrams,
+        "costs": (options.costs or MEASURED) if chooses else None,
+        "recall": recall,
+    }
+    return ResolvedOptions(**{**vars(options), **filled, **dict.fromkeys(unread)})
+
+
+def _unread(method: Method, model: Target | ModelPlan, draft: bool) -> frozenset[str]:
+    """Of the options that a method uses, those that it has no use for with this model: beside
+    recurrent layers, keys and values are too small a part of a pass for a cut of them to pay.
+    """
+    if method.name != AUTO_METHOD or model.kv_shape.states is None:
+        return frozenset()
+    network = OF_PARTIAL if model.speculator_spec is not None else frozenset()
+    return OF_CASCADE - network - ({"gamma", "sinks"} if draft else set())
 
 
 def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]:
@@ -466,7 +513,7 @@ def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]
         if method.reference or ("draft_model" in method.needs and not draft):
             continue
         with suppress(InputError):
-            resolve(name, model, heads, DraftOptions())
+            resolve(name, model, heads, DraftOptions(), draft)
             found.append(name)
     return tuple(found)
 
@@ -561,12 +608,8 @@ def _recalled(method: Method, options: DraftOptions) -> int:
 
 
 def _typed_ngrams(options: DraftOptions) -> str | None:
-    """The option of 4-grams that somebody has set; what is the default may have been typed or
-    not.
-    """
-    if options.reuse_recent:
-        return "reuse_recent"
-    return "ngrams" if options.ngrams not in (0, _NGRAMS) else None
+    """The option that asks for 4-grams, if one was typed."""
+    return "reuse_recent" if options.reuse_recent else "ngrams" if options.ngrams else None
 
 
 def _filled(
@@ -582,10 +625,7 @@ def _nodes(model: Target | ModelPlan, options: DraftOptions, chooses: bool) -> i
     """Most nodes of a tree; ``chooses``: whether as many of them are taken as pay."""
     most = model.most_nodes
     usual = _AUTO_NODES if chooses else usual_nodes(model.device, model.groups)
-    nodes = options.nodes or (min(usual, most or usual) if chooses else usual)
-    if most and nodes > most:
-        raise InputError(f"must be at most {most} with this attention, got {nodes}", "nodes")
-    return nodes
+    return options.nodes or (min(usual, most or usual) if chooses else usual)
 
 
 def cut_note(options: DraftOptions, width: int | None) -> str | None:
@@ -621,7 +661,7 @@ def make_drafter(
     Raises:
         InputError: as :func:`resolve`.
     """
-    options = resolve(name, target, heads, options)
+    options = resolve(name, target, heads, options, draft is not None)
     memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
     models = Models(
@@ -645,7 +685,7 @@ def cache_slots(
     small = 0
     window = 0
     budget = options.budget or method.budget
-    if method.drafts_itself and options.kv != FULL:
+    if method.drafts_itself and options.kv != FULL and (options.kv or method.name != AUTO_METHOD):
         # in a tree it counts levels of heads
         chain = 0 if method.gamma is None else options.gamma or method.gamma
         nodes = INNER_NODES if "heads" in method.may_use else 1

@@ -19,6 +19,7 @@ AUTO_METHOD = "auto"
 MEASURED = "measured"
 COSTS = (MEASURED, "nominal")  # by which is judged what pays
 KV = (FULL, "partial", "dynamic", "streaming", "snapkv")  # what drafting can read
+NGRAMS, SINKS = 20, 16  # the paper's, where nothing else is said
 
 _MAX_PATHS = 10_000
 _LONGEST = 1000  # chain
@@ -70,7 +71,14 @@ class DraftOptions:
         least=2,
         most=_LARGEST,
     )
-    ngrams: int = option(20, "4-grams reused per token.", panel=DRAFTING, least=0, most=_LARGEST)
+    ngrams: int | None = option(
+        None,
+        "4-grams reused per token.",
+        panel=DRAFTING,
+        shown=str(NGRAMS),
+        least=0,
+        most=_LARGEST,
+    )
     reuse_recent: bool = option(
         False, "Reuse text in the penalty window too.", panel=DRAFTING, shown="no"
     )
@@ -104,10 +112,11 @@ class DraftOptions:
         least=64,
         most=_LARGEST,
     )
-    sinks: int = option(
-        16,
+    sinks: int | None = option(
+        None,
         "Attention sinks: leading tokens that the partial cache keeps.",
         panel=DRAFTING,
+        shown=str(SINKS),
         least=0,
         most=_LARGEST,
     )
@@ -148,12 +157,16 @@ class DraftOptions:
             )
         if isinstance(self.tree, tuple) and self.gamma is not None:
             raise InputError("cannot be given together with `tree`", "gamma")
-        if self.budget is not None:
+        if self.budget is not None and self.sinks is not None:
             refuse_sinks(self.sinks, self.budget)
 
     def changed(self) -> dict[str, object]:
         """The fields that are not the default, by name."""
         return given_options(self)
+
+
+class ResolvedOptions(DraftOptions):
+    """Options with the defaults of a method, a model and its device filled in."""
 
 
 def refuse_sinks(sinks: int, budget: int) -> None:
@@ -200,10 +213,11 @@ class Method:
 LOADED = ("heads", "draft_model", "drafter", "draft_weights")
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
 OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
+OF_PARTIAL = frozenset({"budget", "sinks"})
+OF_CASCADE = OF_PARTIAL | {"kv", "gamma"}
 
 _OF_TREES = frozenset({"tree", "nodes", "shared_noise"}) | OF_CHOICE
 _OF_REUSE = frozenset({"nodes"}) | OF_NGRAMS
-_OF_PARTIAL = frozenset({"budget", "sinks"})
 _OF_CHAINS = frozenset({"gamma", "shared_noise"})
 
 
@@ -213,19 +227,19 @@ def _usually(kv: str, known: Sequence[str] = KV) -> tuple[str, ...]:
 
 
 _CASCADE = Method(
-    frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | _OF_PARTIAL | {"kv"},
+    frozenset({"nodes"}) | OF_CHOICE | _OF_CHAINS | OF_CASCADE,
     kv=_usually("streaming", KV[1:]),
     gamma=24,
     budget=1024,
     may_use=("heads", "draft_weights"),
 )
-_DRAFTER = Method(_OF_TREES | _OF_PARTIAL, budget=2048, needs=("drafter",))
+_DRAFTER = Method(_OF_TREES | OF_PARTIAL, budget=2048, needs=("drafter",))
 
 _METHODS = {
     "ar": Method(),
     "medusa": Method(_OF_TREES, needs=("heads",), cuda_tree=(3, 3, 3), cpu_tree=(2, 2, 2, 2)),
     "tokenswift": Method(
-        _OF_TREES | _OF_REUSE | _OF_PARTIAL | {"kv"},
+        _OF_TREES | _OF_REUSE | OF_PARTIAL | {"kv"},
         by_lm_head=1,
         cuda_tree=(1, 3, 3, 3),
         cpu_tree=(1, 2, 2, 2, 2),
@@ -237,20 +251,20 @@ _METHODS = {
     "recall": Method(frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
     "reuse": Method(_OF_REUSE),
     "magicdec": Method(
-        _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        _OF_CHAINS | OF_PARTIAL | {"kv"},
         kv=_usually("snapkv"),
         gamma=4,
         may_use=("draft_weights",),
     ),
     "standalone": Method(
-        _OF_CHAINS | _OF_PARTIAL | {"kv"},
+        _OF_CHAINS | OF_PARTIAL | {"kv"},
         kv=("streaming", FULL),
         gamma=4,
         budget=512,
         needs=("draft_model",),
     ),
     "triforce": Method(
-        _OF_CHAINS | _OF_PARTIAL | {"inner_gamma"},
+        _OF_CHAINS | OF_PARTIAL | {"inner_gamma"},
         gamma=6,
         needs=("draft_model",),
         may_use=("draft_weights",),
@@ -281,7 +295,7 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
     uses = method.uses
     tree = options.tree or (AUTO_TREE if method.speculator_kinds else None)
     if "kv" in uses and options.kv == FULL:
-        uses -= _OF_PARTIAL
+        uses -= OF_PARTIAL
     if "tree" in uses and tree != AUTO_TREE:
         uses -= OF_CHOICE
     elif "tree" in uses and options.recall != 0:  # recalls instead
@@ -290,9 +304,13 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
 
 
 def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
-    """The options that a method looks at, by name."""
+    """The options that a method looks at, by name; of resolved ones those that have a value."""
     looked_at = used(method, options)
-    return {name: value for name, value in asdict(options).items() if name in looked_at}
+    return {
+        name: value
+        for name, value in asdict(options).items()
+        if name in looked_at and value is not None
+    }
 
 
 def varies(method: Method, options: DraftOptions) -> bool:

@@ -21,7 +21,6 @@ from tswift.drafting.options import (
     DraftOptions,
     find_method,
     refuse_unused,
-    used,
 )
 from tswift.errors import InputError, find_path, no_such, read_file, read_stream
 from tswift.models.config import (
@@ -191,7 +190,6 @@ class Text:
 
 
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
-_NGRAMS = 20
 _TREE = (1, 3, 3, 3)  # tokenswift's, of table 7
 # table 10: the models that the authors published with their heads, and their sampling
 PRESETS: dict[str, dict[str, object]] = {
@@ -219,17 +217,14 @@ def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
     """
     if name not in PRESETS:
         raise no_such("preset", name, PRESETS, "preset")
-    # where the LM head drafts no level, the tree begins with the first head's
-    drafting = {"ngrams": _NGRAMS, "tree": _TREE[1 - find_method(method).by_lm_head :]}
-    uses = used(
-        find_method(method), DraftOptions(tree=typed.get("tree"), recall=typed.get("recall"))
-    )
-    if "gamma" in typed or find_method(method).speculator_kinds:
-        # it stands in for a tree; these choose their own
-        uses -= {"tree"}
+    kind = find_method(method)
     preset = {"model": PRESETS[name]["model"], **_PAPER, **PRESETS[name]}
     preset["penalty"] = Untyped(preset["penalty"])
-    return preset | {option: value for option, value in drafting.items() if option in uses}
+    # --gamma stands in for a tree; published drafters choose their own
+    if "tree" in kind.uses and "gamma" not in typed and not kind.speculator_kinds:
+        # where the LM head drafts no level, it begins with the first head's
+        preset["tree"] = _TREE[1 - kind.by_lm_head :]
+    return preset
 
 
 def banned_ids(preset: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:

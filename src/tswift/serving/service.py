@@ -294,7 +294,8 @@ class Service:
                         raise InputError(
                             f"has token id {token:,}, the model has {target.vocab_size:,}", name
                         )
-            resolve(config.method, target, model.heads, config.drafting)
+            beside = model.draft is not None
+            resolve(config.method, target, model.heads, config.drafting, beside)
             if "draft_model" in find_method(config.method).needs and model.draft is None:
                 raise InputError(
                     f"{config.method} drafts with a smaller model, and none is loaded", "method"
