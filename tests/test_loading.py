@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from recipes.corpus import train_tokenizer
 from tests.conftest import SENTENCES, make_checkpoint
-from tests.helpers import CPU, read_json, refused
+from tests.helpers import CPU, needs_program, read_json, refused
 from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
@@ -234,8 +234,18 @@ def test_a_draft_model_comes_as_the_target_does(checkpoint, small, dtype):
     assert (loaded.draft.dtype, loaded.draft.device) == (loaded.target.dtype, loaded.target.device)
     assert (loaded.draft.hidden_size, loaded.draft.max_positions) == (16, 64)
     assert loaded.draft.backend is loaded.target.backend
+    assert loaded.draft.kv_shape.dtype == loaded.draft.dtype
     assert (loaded.draft_name, loaded.drafting) == (str(small), None)
     assert loaded.about()["draft"] == {"name": str(small)}
+
+
+@needs_program
+def test_a_draft_models_cache_has_the_dtype_that_was_asked_for(small):
+    for kv_dtype in ("int8", "float16"):
+        loaded = load(str(small), heads="none", draft_model=str(small), kv_dtype=kv_dtype)
+        assert loaded.draft is not None
+        assert loaded.draft.kv_shape.dtype == loaded.target.kv_shape.dtype
+        assert loaded.draft.kv_shape.dtype == getattr(torch, kv_dtype)
 
 
 def test_a_draft_model_without_a_tokenizer_or_of_a_shape(checkpoint, small, tmp_path, tiny_shapes):

@@ -184,6 +184,7 @@ def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):
         (["--shard 3/2"], "--shard: wants I/N, the Ith of N shards, got '3/2'"),
         (["--prompt-text a"], "--prompt-text: is for one text; with --prompts there are many"),
         (["--verify"], "--verify: is for one text"),
+        (["--no-progress"], "--no-progress: is for one text"),
         (["--resume x"], "--resume: cannot be given together with --prompts"),
     ],
 )

@@ -168,7 +168,11 @@ def generate(
     The text goes to stdout as it is made; text, tokens and figures to a folder.
     """
     if prompts is not None or (resume is not None and is_batch(resume)):
-        refused = {"verify": verify, "discard_damaged": discard_damaged}
+        refused = {
+            "verify": verify,
+            "discard_damaged": discard_damaged,
+            "no_progress": no_progress,  # none is shown
+        }
         _many(
             typed, prompts, resume, shard, quiet, [name for name, asked in refused.items() if asked]
         )

@@ -353,7 +353,8 @@ def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedMo
             loaded = _with_copy(loaded, asked.draft_weights, plan.if_quicker)
         if plan.draft is not None:
             # a checkpoint's configuration may state another dtype than its weights have
-            same = replace(plan.draft, dtype=target.dtype, kv_dtype=target.dtype)
+            kv_dtype = target.dtype if asked.kv_dtype == "auto" else plan.kv_dtype
+            same = replace(plan.draft, dtype=target.dtype, kv_dtype=kv_dtype)
             loaded = replace(loaded, draft=_load_draft(same, loaded), draft_name=plan.draft.name)
         for each, name in (
             (target, "decoding"),

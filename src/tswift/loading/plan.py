@@ -277,8 +277,12 @@ def plan_draft_model(name: str, target: ModelPlan) -> ModelPlan:
     if not target.simulated:
         refuse_shape(name)
     attention = target.asked.attention
-    asked = ModelConfig(model=name, dtype=dtype_name(target.dtype), attention=attention)
-    plan = ModelPlan(asked, Checkpoint.find(name), target.device, target.dtype, target.dtype)
+    typed = target.asked.kv_dtype
+    asked = ModelConfig(
+        model=name, dtype=dtype_name(target.dtype), kv_dtype=typed, attention=attention
+    )
+    kv_dtype = target.dtype if typed == "auto" else target.kv_dtype
+    plan = ModelPlan(asked, Checkpoint.find(name), target.device, target.dtype, kv_dtype)
     _refuse_unfit(plan, ALONE)
     if is_recurrent(plan.config):
         raise InputError(
