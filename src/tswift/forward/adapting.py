@@ -148,12 +148,12 @@ def _as_compared(
     """
     target = Target(network, BACKENDS[backend]())
     try:
-        target.use_program()
         if kv_dtype is not None and kv_dtype != target.dtype:
             target.set_kv_dtype(kv_dtype)
+        target.use_program()  # packed for this cache alone
     except (Unfit, Unbuilt):
         return None
-    return None if target.runner.program is None else target
+    return target
 
 
 def _try_program(
