@@ -280,7 +280,7 @@ def test_another_text_than_plain_decodings_fails(tmp_path, monkeypatch, odd, sam
     monkeypatch.setattr(texts, "possible", lambda *given, draft: ("medusa", "ar", "cascade"))
     target = SimpleNamespace(vocab_size=999)
     model: Any = SimpleNamespace(name="m", target=target, heads=None, draft=None, simulated=True)
-    model.quantization = model.draft_weights = None
+    model.quantization = None
     run = Run(tmp_path, DRY, torch.device("cpu"), EQUALITY)
     assert texts.compare(run, model, None) is same
     rows = figures(tmp_path)

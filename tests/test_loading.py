@@ -161,15 +161,14 @@ def test_heads_beside_the_model_of_a_kind_or_none(checkpoint, tmp_path):
     assert load(model, heads=tmp_path / "elsewhere").heads is not None
 
 
-@pytest.mark.parametrize("draft_weights", [None, "auto"])
-def test_a_command_finds_a_model_once_and_draws_it_once(checkpoint, monkeypatch, draft_weights):
+def test_a_command_finds_a_model_once_and_draws_it_once(checkpoint, monkeypatch):
     made: list[str] = []
     for name in ("find_source", "skeleton"):
         right = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda given, name=name, right=right: made.append(name) or right(given)
         )
-    plan = plan_model(ModelConfig(model=str(checkpoint), draft_weights=draft_weights))
+    plan = plan_model(ModelConfig(model=str(checkpoint)))
     for method in ("ar", "medusa"):
         preflight(plan, Demand(1, 1, method, DraftOptions()))
     load_model(plan)
@@ -227,15 +226,13 @@ def small(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_model_comes_as_the_target_does(checkpoint, small, dtype):
-    loaded = load(
-        str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small), draft_weights="none"
-    )
+    loaded = load(str(checkpoint), dtype=dtype, attention="sdpa", draft_model=str(small))
     assert loaded.draft is not None
     assert (loaded.draft.dtype, loaded.draft.device) == (loaded.target.dtype, loaded.target.device)
     assert (loaded.draft.hidden_size, loaded.draft.max_positions) == (16, 64)
     assert loaded.draft.backend is loaded.target.backend
     assert loaded.draft.kv_shape.dtype == loaded.draft.dtype
-    assert (loaded.draft_name, loaded.drafting) == (str(small), None)
+    assert loaded.draft_name == str(small)
     assert loaded.about()["draft"] == {"name": str(small)}
 
 

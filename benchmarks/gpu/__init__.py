@@ -27,7 +27,6 @@ SECTIONS = {
 HELD: tuple[dict[str, str], ...] = (
     *({"weights": "int4"}, {"kv_dtype": "int8"}, {"weights": "int8"}),
     {"weights": "int4", "kv_dtype": "int8"},
-    *({"draft_weights": "int8"}, {"draft_weights": "int4"}),
 )
 
 

@@ -89,11 +89,9 @@ def processes(session: Session, model: str | None) -> dict[str, list[str]]:
     own = ["-m", "benchmarks.gpu.texts", "--folder", str(session.out)]
     own += ["--dry"] if session.dry else []
     found = dict[str, list[str]]()
-    drafts = dict[str, list[str]]()  # which take most memory
     for how in () if session.dry else HELD:  # a CPU has other products of codes
         words = [word for name, kind in how.items() for word in (f"--{name}", kind)]
-        kind = drafts if "draft_weights" in how else found
-        kind[f"8B with {' '.join(words).replace('--', '')}"] = [*own, *words, "llama3.1-8b"]
+        found[f"8B with {' '.join(words).replace('--', '')}"] = [*own, *words, "llama3.1-8b"]
     # its 8B shape is here already
     tests = "not 8b" if session.dry else "not 8b and not float32"
     found["tests"] = ["-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "gpu", "-k", tests]
@@ -102,7 +100,7 @@ def processes(session: Session, model: str | None) -> dict[str, list[str]]:
     found["bundled model"] = [*own, "demo"]
     if model is not None:
         found["given model"] = [*own, model]
-    found |= {f"bits {index}": [*own, "--bits", "qwen3-4b"] for index in (1, 2)} | drafts
+    found |= {f"bits {index}": [*own, "--bits", "qwen3-4b"] for index in (1, 2)}
     return found
 
 

@@ -102,13 +102,11 @@ def codes(run: Run) -> None:
 
 def _held(run: Run, **how: str) -> None:
     contexts = run.scale.contexts[:2]
-    drafts = "draft_weights" in how
     if "weights" in how:
         for written in (False, True):
             _prompt(run, run.model.target, min(contexts), written, **how)
-    if not drafts:
-        passes(run, **how)
-    methods = ("tokenswift",) if drafts else ("ar", "auto", "tokenswift")
+    passes(run, **how)
+    methods = ("ar", "auto", "tokenswift")
     _steps(run, *((method, None, True, contexts) for method in methods), **how)
 
 

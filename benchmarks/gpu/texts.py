@@ -50,7 +50,7 @@ def compare(run: Run, model: LoadedModel, drafter: str | None) -> bool:
     same = True
     for name in names:
         row: dict[str, Any] = {"model": model.name, "drafter": drafter, "method": name}
-        row |= {"weights": model.quantization, "draft_weights": model.draft_weights}
+        row["weights"] = model.quantization
         try:
             row |= _written(model, Request(prompt=ids, length=length, method=name, seed=_SEED))
             plain = plain or row["text"]
@@ -89,15 +89,13 @@ def main() -> int:
     parser.add_argument("--drafter")
     parser.add_argument("--bits", action="store_true")
     parser.add_argument("--dry", action="store_true")
-    for name in ("weights", "kv_dtype", "draft_weights"):
+    for name in ("weights", "kv_dtype"):
         parser.add_argument(f"--{name}", help="as of tswift.load")
     parser.add_argument("model")
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry else "cuda")
     run = Run(args.folder, DRY if args.dry else Scale(), device, EQUALITY)
-    asked = {
-        name: getattr(args, name) for name in ("drafter", "weights", "kv_dtype", "draft_weights")
-    }
+    asked = {name: getattr(args, name) for name in ("drafter", "weights", "kv_dtype")}
     how = {name: value for name, value in asked.items() if value is not None}
     name = args.model
     if args.bits or how:

@@ -190,19 +190,15 @@ def begin(
         resolved = resolve(request.method, target, model.heads, request.options, draft)
         need = check(target, request.demand(resolved), draft=model.draft)
     costs = NOMINAL
-    draft_costs = None
     draft_options = resolved
     if resolved.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
-        if model.drafting is not None and method.drafts_itself:
-            draft_costs = costs_of(model.drafting, model.heads)
     elif resolved.costs == MEASURED:
         # by all ranks together, which must decide alike: their clocks differ
         draft_options = replace(resolved, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
-        copy = (model.drafting, draft_costs)
         drafter = make_drafter(
             request.method,
             target,
@@ -211,7 +207,6 @@ def begin(
             model.draft,
             need.positions,
             costs,
-            *copy,
         )
         if ranks.count > 1:
             agree(drafter, ranks)

@@ -128,10 +128,6 @@ def test_a_chat(tswift, tmp_path):
             ["--weights int4"],
             "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
         ),
-        (
-            ["--draft-weights int4 --method magicdec"],
-            "tswift: error: --draft-weights: the model's weights are",
-        ),
     ],
 )
 def test_what_does_not_go_together(words, says, tswift, tmp_path):

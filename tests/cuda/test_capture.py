@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES
-from tests import reweighted
 from tests.cuda import capture
 from tests.drafters import RECURRENT, load_own_head, qwen35
 from tests.helpers import (
@@ -394,38 +393,3 @@ def test_what_waits_cannot_be_captured(graphs, wait):
     with pytest.raises(RuntimeError, match="previous error during capture") as found:
         captured(graphs(), lambda: wait(torch.ones(1)))
     assert "not permitted when stream is capturing" in str(found.value.__context__)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "kv"),
-    [
-        ("tokenswift", "full"),
-        ("tokenswift", "dynamic"),
-        ("cascade", "streaming"),
-        ("magicdec", "snapkv"),
-        ("triforce", None),
-        ("auto", "streaming"),
-    ],
-)
-def test_drafting_passes_on_a_copy(graphs, method, kv):
-    """A copy of the model with other weights has graphs of its own, beside the model's."""
-    options = dataclasses.replace(OPTIONS, kv=kv)
-    prompt = random_prompt(90)
-    found = []
-    for asked in (None, graphs):
-        target, copied, draft = (
-            target_of(asked),
-            target_of(asked),
-            target_of(asked, layers=1, kind="mqa"),
-        )
-        reweighted.change(copied.model.get_decoder(), reweighted.rounded)
-        drafter = make_drafter(method, target, tiny_heads(), options, draft, drafting=copied)
-        found.append(decode_steps(target, drafter, prompt, PARAMS, 3, 24))
-        assert target.fallbacks.graph_fault is copied.fallbacks.graph_fault is None
-    plain, captured = found
-    assert tokens_of(captured) == tokens_of(plain)
-    assert [step.accepted for step in captured] == [step.accepted for step in plain]
-    target = target_of(None)
-    ar = decode_steps(target, make_drafter("ar", target, None, OPTIONS), prompt, PARAMS, 3, 24)
-    assert tokens_of(captured) == tokens_of(ar)

@@ -191,7 +191,7 @@ def steps_of(
         tiny_heads(kind="conditioned") if heads else None,
         DraftOptions(**{"budget": 64, "costs": "nominal", **options}),
         tiny_draft(),
-        draft_costs=costs,
+        costs=costs,
     )
     steps = decode_steps(tiny_target(), drafter, prompt, PARAMS, seed, length)
     assert tokens_of(steps) == decode_method("ar", tiny_target(), prompt, PARAMS, seed, length)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import (
     METHODS,
-    decode_method,
-    decode_steps,
     needs_program,
-    random_prompt,
     refused,
-    take_turns,
     tiny_draft,
     tiny_heads,
     tiny_target,
-    tokens_of,
 )
-from tests.reweighted import broken, change, garbage, rounded
 from tswift.caches import POLICIES, KVShape
 from tswift.decoding.drafter import Drafter
 from tswift.decoding.pass_costs import NOMINAL
@@ -32,8 +24,6 @@ from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import _filled, cache_slots, make_drafter, resolve, used, usual_nodes
 from tswift.drafting.options import FULL, KV, DraftOptions, find_method
-from tswift.forward.target import Target
-from tswift.sampling.parameters import SamplingParams
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
@@ -179,61 +169,6 @@ def test_room_for_what_is_forwarded_over_a_partial_cache(method):
         )
         found = cache_slots(find_method(method), resolved, tiny_target().max_positions)
         assert found == (partial, small, 0)
-
-
-def copy_of(target: Target, how) -> Target:
-    network = deepcopy(target.model)
-    change(network.get_decoder(), how)
-    return Target(network)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_drafting_passes_run_on_a_copy_and_others_do_not(method):
-    target = tiny_target()
-    copied = copy_of(tiny_target(), garbage)
-    options = DraftOptions(budget=64)
-    draft = tiny_draft()
-    costs = replace(NOMINAL, level=1.0)
-    drafter: Any = make_drafter(
-        method, target, tiny_heads(), options, draft, drafting=copied, draft_costs=costs
-    )
-    for level in levels_of(drafter):
-        assert level.target is (draft if isinstance(level, SmallDraftModel) else copied)
-    if method == "cascade":  # the chain's own tree is chosen by what passes on the copy cost
-        assert (drafter.budget.costs, drafter.sources[0].drafter.budget.costs) == (NOMINAL, costs)
-    make_drafter(
-        method,
-        target,
-        tiny_heads() if "heads" in METHODS[method].needs else None,
-        options,
-        tiny_draft(),
-    )
-
-
-DRAFTS_ITSELF = [name for name, method in METHODS.items() if method.drafts_itself]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [rounded, garbage, broken])
-@pytest.mark.parametrize("method", DRAFTS_ITSELF)
-def test_whatever_a_copys_weights_are_the_text_is_plain_decodings(method, how, monkeypatch):
-    target = tiny_target()
-    prompt = random_prompt(80, 6)
-    params = SamplingParams(min_p=0.02)
-    passes = []
-    copied = copy_of(target, how)
-    monkeypatch.setattr(
-        copied, "forward", lambda *given: passes.append(1) or Target.forward(copied, *given)
-    )
-    options = DraftOptions(
-        budget=64, sinks=4, nodes=12 if "nodes" in METHODS[method].uses else None
-    )
-    drafter = make_drafter(method, target, tiny_heads(), options, tiny_draft(), drafting=copied)
-    if isinstance(drafter, AdaptiveDrafter):
-        take_turns(drafter)
-    steps = decode_steps(target, drafter, prompt, params, 1, 60)
-    assert tokens_of(steps) == decode_method("ar", target, prompt, params, 1, 60)
-    assert passes
 
 
 @pytest.mark.parametrize(

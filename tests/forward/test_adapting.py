@@ -30,7 +30,7 @@ from tswift.forward.adapting import wrap_model
 from tswift.forward.notes import warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
-from tswift.loading.model import LoadedModel, _with_copy, load
+from tswift.loading.model import LoadedModel, load
 from tswift.models import shapes
 from tswift.models.architecture import heads_of
 
@@ -149,15 +149,6 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(monkey
     if lies:
         monkeypatch.setattr(Lying, "__call__", None)
         prefill(target, list(range(60)), FullKV(target.kv_shape, 60))
-
-
-def test_a_copy_of_the_model_trusts_what_the_model_does(monkeypatch):
-    model = load(device="cpu", dtype="bfloat16")
-    model.target.fallbacks.note("features", "a fault")
-    copied = _with_copy(model, "int4", if_quicker=False)
-    assert copied.drafting is not None
-    assert copied.drafting.fallbacks == {"features": "a fault"}
-    assert copied.about()["draft_layers"] == "eager, as a fault"
 
 
 # -------------------------------------------------------------------------------------------------

@@ -321,11 +321,6 @@ def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder):
         ({}, "magicdec", "magicdec drafts by the model itself, whose recurrent layers"),
         ({}, "tokenswift", "tokenswift drafts by the model itself, whose recurrent layers"),
         (
-            {"draft_weights": "int4"},
-            "ar",
-            "has recurrent layers, which cannot be copied in fewer bits yet",
-        ),
-        (
             {"draft_model": "itself"},
             "standalone",
             "has recurrent layers, and what they have seen cannot be taken back",

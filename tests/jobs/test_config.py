@@ -36,17 +36,16 @@ VALUES: dict[str, Any] = {
         "heads": "x",
         "draft_model": "x",
         "kv": "dynamic",
-        "draft_weights": "int4",
     },
     **{"costs": "nominal", "recall": 5, "inner_gamma": 3},
 }
 # by method (and what else is typed): options that it does not use
 UNUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ar": ({}, "tree gamma nodes ngrams budget sinks reuse_recent shared_noise heads draft_model"),
-    "medusa": ({"tree": (1, 1)}, "budget sinks ngrams kv reuse_recent draft_weights recall costs"),
+    "medusa": ({"tree": (1, 1)}, "budget sinks ngrams kv reuse_recent recall costs"),
     "magicdec": ({}, "nodes inner_gamma tree"),
     "reuse": ({}, "tree recall gamma budget shared_noise heads costs"),
-    "recall": ({}, "ngrams tree draft_weights"),
+    "recall": ({}, "ngrams tree"),
     "cascade": ({}, "ngrams tree"),
     "tokenswift": ({"tree": "auto"}, "ngrams reuse_recent"),
 }
@@ -86,7 +85,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv": "none"}, "kv: must be one of "),
     ({"budget": 63}, "budget: must be at least 64, got 63"),
     ({"sinks": -1}, "sinks: must be at least 0, got -1"),
-    ({"draft_weights": "int2"}, "draft_weights: "),
     (
         {"attention": "eager"},
         "attention: no attention 'eager'; there are auto, sdpa, native, triton, flash",
@@ -151,11 +149,9 @@ def test_right(options):
 @every_row(
     ("methods", "asked", "found"),
     [
-        ("ar tokenswift", {}, {"draft_model": None, "draft_weights": "auto", "drafter": None}),
+        ("ar tokenswift", {}, {"draft_model": None, "drafter": None}),
         ("ar standalone", {}, {"draft_model": "demo-draft"}),
         ("standalone", {"model": "theirs", "draft_model": "mine"}, {"draft_model": "mine"}),
-        ("ar tokenswift", {"draft_weights": "int4"}, {"draft_weights": "int4"}),
-        ("cascade", {"draft_weights": "none"}, {"draft_weights": None}),
         (
             "ar standalone",
             {"model": "theirs"},
@@ -181,19 +177,6 @@ def test_right(options):
         ("ar", {"drafter": "x"}, "drafter: ar does not use it; "),
         ("ar reuse", {"heads": "x"}, "heads: none of ar, reuse uses it; medusa, tokenswift, "),
         ("ar", {"heads": "none"}, {"heads": "none"}),
-        *(
-            (
-                method,
-                {"draft_weights": "int4"},
-                f"draft_weights: {method} does not draft with the model itself; ",
-            )
-            for method in ("ar", "medusa", "reuse", "recall", "standalone", "ar-reference")
-        ),
-        (
-            "ar medusa",
-            {"draft_weights": "none"},
-            "draft_weights: none of ar, medusa drafts with the model itself; ",
-        ),
     ],
 )
 def test_what_is_loaded_for_methods(methods, asked, found):

@@ -4,7 +4,6 @@ what is kept of it.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.benchmarking.helpers import MACHINE, typed
 from tests.conftest import make_checkpoint
 from tests.helpers import first, read_json, refused
-from tswift.benchmarking.config import BenchOptions, Plan, configure
-from tswift.benchmarking.record import to_json
-from tswift.benchmarking.run import begin_measurement
-from tswift.benchmarking.workloads import Prompt
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.jobs.config import RunConfig
@@ -68,7 +62,7 @@ def _resume(folder: Path, **asked):
 def _plain(checkpoint: Path, folder: Path, length: int, **options: str):
     """Plain decoding, which draws the same tokens and names nothing to draft with."""
     job = _start(checkpoint, folder, method="ar", length=length, out=folder / "plain", **options)
-    assert not {"draft", "draft_weights"} & _run(job)["model"].keys()
+    assert "draft" not in _run(job)["model"]
     return job
 
 
@@ -137,63 +131,3 @@ def test_another_vocabulary_is_seen_before_anything_is_loaded(checkpoint, tmp_pa
         _preflight(checkpoint, 5, "standalone", other)
     with refused(r"^draft_model: there is no folder '/nowhere'$"):
         _preflight(checkpoint, 5, "standalone", "/nowhere")
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """PyTorch has the products of drafting weights for the CPU, too."""
-    monkeypatch.setattr("tswift.forward.cuda.draft_weights._DEVICES", ("cpu",))
-
-
-@pytest.mark.slow
-def test_a_run_with_drafting_weights_says_so_and_goes_on_with_others(checkpoint, tmp_path, on_cpu):
-    job = _start(
-        checkpoint, tmp_path, length=20, method="magicdec", draft_weights="int4", dtype="bfloat16"
-    )
-    assert "drafting passes in int4" in job.statement()[0]
-    record = _run(job)
-    assert record["options"]["draft_weights"] == record["model"]["draft_weights"] == "int4"
-    assert record["model"]["quantization"] is None
-    for length, asked in (
-        (30, {"draft_weights": "none"}),
-        (40, {"draft_weights": "int4"}),
-        (50, {}),
-    ):
-        job = _resume(tmp_path, length=length, **asked)
-        assert (job.model.drafting is None) is (length == 30)
-        record = _run(job)
-    # the last goes on as the run was begun
-    assert [session["draft_weights"] for session in record["resumed"]] == [None, "int4", "int4"]
-    assert job.tokens == _plain(checkpoint, tmp_path, 50, dtype="bfloat16").tokens
-
-
-def test_drafting_weights_are_refused_where_no_pass_of_the_model_drafts(
-    checkpoint, tmp_path, on_cpu
-):
-    with refused(r"^draft_weights: reuse does not draft with the model itself; "):
-        _start(checkpoint, tmp_path, method="reuse", draft_weights="int4")
-    _run(_start(checkpoint, tmp_path, length=20, method="ar"))
-    with refused(r"^draft_weights: must be one of auto, none, int4, int8, got 'int9'"):
-        _resume(tmp_path, length=30, draft_weights="int9")
-    for length in (20, 25):  # finished, and gone on with
-        with refused(r"^draft_weights: ar does not draft with the model itself; "):
-            _resume(tmp_path, length=length, draft_weights="int4")
-
-
-@pytest.mark.slow
-def test_drafting_weights_of_methods_side_by_side(checkpoint, on_cpu):
-    methods = ("ar", "medusa", "magicdec")
-    prompt = Prompt("p", tuple(range(1, 9)))
-    plan = Plan(prefills=(8,), lens=(20,), warmup=0)
-    asked = {"methods": methods, "model": str(checkpoint), "device": "cpu"}
-    entry = BenchOptions.of(
-        {}, {**asked, "dtype": "bfloat16", "budget": 64, "draft_weights": "int4"}
-    )
-    plain = BenchOptions.of({}, asked)
-    measured, without = (
-        begin_measurement(configure(each), [prompt], plan, ["tswift"], MACHINE)
-        for each in (entry, plain)
-    )
-    assert measured.workload.draft_weights == "int4"
-    assert "draft_weights" not in to_json(without)["workload"]
-    assert typed(json.loads(json.dumps(to_json(measured)))) == measured

@@ -315,7 +315,6 @@ def test_what_does_not_go_with_codes_is_refused(file):
     refuse(
         str(file), "is for checkpoints in safetensors with plain weights", "weights", weights="int4"
     )
-    refuse(str(file), "are integers already", "draft_weights", draft_weights="int4")
 
 
 @pytest.mark.parametrize("weights", first(1, ["int8", "int4"]))

@@ -246,7 +246,7 @@ class Workload:
     methods: Annotated[list[str], _SOME]  # contenders' labels
     ar: Annotated[str, _matching("^(full|sampled)$")]
     draft_model: DraftModel | None = None
-    draft_weights: str | None = None  # where drafting passes do not run on the model as it is
+    draft_weights: str | None = None  # of drafting passes, until 0.1
     kv_dtype: str | None = None  # where it is not the model's
     exact: Size | None = None  # rows of every pass
     variants: dict[str, str] | None = None  # methods of contenders with labels of their own

@@ -643,7 +643,6 @@ def _workload(config: BenchConfig, prompts: Sequence[Prompt], plan: Plan) -> Wor
         draft_model=None
         if draft is None
         else DraftModel(about["draft"]["name"], fingerprint_of(draft.model)),
-        draft_weights=None if model.drafting is None else model.draft_weights,
         kv_dtype=about.get("kv_dtype"),
         exact=about["exact"] and about["exact"]["width"],
         variants={one.label: one.method for one in config.contenders if one.label != one.method}

@@ -19,7 +19,7 @@ from tswift.sampling.parameters import SamplingParams
 _KEYS = (100, 4_096, 25_000, 100_000)
 
 
-@options.takes(ModelConfig, without=("draft_model", "drafter", "draft_weights"))
+@options.takes(ModelConfig, without=("draft_model", "drafter"))
 def env(
     typed: options.Typed,
     measure: Annotated[

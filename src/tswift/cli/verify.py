@@ -90,7 +90,7 @@ def _number(value: float | None) -> str:
     AuditConfig,
     SamplingParams,
     ModelConfig,
-    without=("length", "heads", "draft_model", "drafter", "draft_weights", "attention"),
+    without=("length", "heads", "draft_model", "drafter", "attention"),
     shown={
         "model": "the run's, or demo",
         "device": "the run's, or auto",

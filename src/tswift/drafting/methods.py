@@ -70,13 +70,10 @@ class Models:
     """What a method drafts with."""
 
     target: Target  # the model whose tokens are wanted
-    # what drafting passes of it run on: itself, or a copy of it with weights of fewer bits
-    drafting: Target
     heads: Heads | None  # of the target
     draft: Target | None  # a smaller model with the same vocabulary
     positions: int  # most tokens of prompt and text together
     costs: PassCosts  # what passes cost, for methods that choose which ones pay
-    draft_costs: PassCosts  # what drafting passes of the target cost
     memory: LogitHistory | None  # of the text, if it is recalled
 
 
@@ -102,7 +99,7 @@ def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """
     full = _filled(models.target, options.tree, options.nodes)
     others = [] if full else _reuse_sources(options, below=1)
-    return _of_heads(models, options, _self_draft(models.drafting, options), others)
+    return _of_heads(models, options, _self_draft(models.target, options), others)
 
 
 def _of_heads(
@@ -189,17 +186,16 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     gamma = _set(options.gamma)
     nodes = _set(options.nodes)
     inner = Drafter()
-    passes = replace(models, costs=models.draft_costs)
     limited = replace(options, tree=AUTO_TREE, gamma=None, nodes=min(nodes, INNER_NODES))
     if models.heads is not None:
         # a chain's trees are small
-        inner = _of_heads(passes, limited, None, [], every_level=True)
+        inner = _of_heads(models, limited, None, [], every_level=True)
     elif models.memory is not None:
-        inner = recall(passes, limited)
+        inner = recall(models, limited)
     inner.memories = ()  # kept up for the tree that the chain is verified in
-    draft_model = _self_draft(models.drafting, options, gamma, INNER_NODES)
+    draft_model = _self_draft(models.target, options, gamma, INNER_NODES)
     budget = _budget(models, options)
-    chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.draft_costs)
+    chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.costs)
     return replace(_pruned(models, options, 0, [chain], budget), depth=min(gamma, nodes - 1))
 
 
@@ -285,7 +281,7 @@ def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
 
 def magicdec(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over less than its full cache, as a rule."""
-    return _chain("self", _self_draft(models.drafting, options, _set(options.gamma)), options)
+    return _chain("self", _self_draft(models.target, options, _set(options.gamma)), options)
 
 
 def standalone(models: Models, options: DraftOptions) -> Drafter:
@@ -298,7 +294,7 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     small = _small_draft(models, options, between=True)
     inner = _chain("model", small, replace(options, gamma=options.inner_gamma))
     draft_model = _self_draft(
-        models.drafting, options, _set(options.gamma), inner.limit, kv="retrieval"
+        models.target, options, _set(options.gamma), inner.limit, kv="retrieval"
     )
     return _chain("retrieval", draft_model, options, inner)
 
@@ -648,15 +644,12 @@ def make_drafter(
     draft: Target | None = None,
     positions: int | None = None,
     costs: PassCosts = NOMINAL,
-    drafting: Target | None = None,
-    draft_costs: PassCosts | None = None,
 ) -> Drafter:
     """The drafter of a method, for one decode.
 
     Options are as asked for; the rest are the fields of :class:`Models`.
 
-    ``positions`` None is as many as the model can do; ``drafting`` and ``draft_costs`` None are the
-    target and its own.
+    ``positions`` None is as many as the model can do.
 
     Raises:
         InputError: as :func:`resolve`.
@@ -664,9 +657,7 @@ def make_drafter(
     options = resolve(name, target, heads, options, draft is not None)
     memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
-    models = Models(
-        target, drafting or target, heads, draft, positions, costs, draft_costs or costs, memory
-    )
+    models = Models(target, heads, draft, positions, costs, memory)
     drafter = BUILDERS[name](models, options)
     drafter.varies |= varies(find_method(name), options)
     return drafter

@@ -190,6 +190,8 @@ class Method:
     # of LOADED, what it cannot do without, and what it drafts with where that is there
     needs: tuple[str, ...] = ()
     may_use: tuple[str, ...] = ()
+    # passes of the target draft: over a partial cache, unless drafting reads the full one
+    drafts_itself: bool = False
     speculator_kinds: tuple[str, ...] = ()  # the kinds of published drafters of which it needs one
     # it reads the text as reference implementations do, slowly, to be measured beside ``ar``
     reference: bool = False
@@ -201,16 +203,9 @@ class Method:
         """
         return frozenset(self.needs + self.may_use)
 
-    @property
-    def drafts_itself(self) -> bool:
-        """Whether passes of the target draft: over a partial cache, unless drafting reads the full
-        one.
-        """
-        return "draft_weights" in self.may_use
-
 
 # options that name what methods draft with
-LOADED = ("heads", "draft_model", "drafter", "draft_weights")
+LOADED = ("heads", "draft_model", "drafter")
 OF_CHOICE = frozenset({"costs", "recall"})  # where it is chosen anew in every step what pays
 OF_NGRAMS = frozenset({"ngrams", "reuse_recent"})
 OF_PARTIAL = frozenset({"budget", "sinks"})
@@ -231,7 +226,8 @@ _CASCADE = Method(
     kv=_usually("streaming", KV[1:]),
     gamma=24,
     budget=1024,
-    may_use=("heads", "draft_weights"),
+    may_use=("heads",),
+    drafts_itself=True,
 )
 _DRAFTER = Method(_OF_TREES | OF_PARTIAL, budget=2048, needs=("drafter",))
 
@@ -245,7 +241,7 @@ _METHODS = {
         cpu_tree=(1, 2, 2, 2, 2),
         kv=_usually("dynamic"),
         needs=("heads",),
-        may_use=("draft_weights",),
+        drafts_itself=True,
     ),
     "cascade": _CASCADE,
     "recall": Method(frozenset({"nodes", "shared_noise"}) | OF_CHOICE),
@@ -254,7 +250,7 @@ _METHODS = {
         _OF_CHAINS | OF_PARTIAL | {"kv"},
         kv=_usually("snapkv"),
         gamma=4,
-        may_use=("draft_weights",),
+        drafts_itself=True,
     ),
     "standalone": Method(
         _OF_CHAINS | OF_PARTIAL | {"kv"},
@@ -267,7 +263,7 @@ _METHODS = {
         _OF_CHAINS | OF_PARTIAL | {"inner_gamma"},
         gamma=6,
         needs=("draft_model",),
-        may_use=("draft_weights",),
+        drafts_itself=True,
     ),
     "block": replace(_DRAFTER, speculator_kinds=("dspark", "dflash", "dflash2")),
     "eagle": replace(_DRAFTER, speculator_kinds=("eagle3", "assistant")),

@@ -6,7 +6,6 @@ it does not.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +24,9 @@ from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, separate_layers
 from tswift.forward.cuda.layers_check import try_kernels
 from tswift.forward.hf import UnsupportedModel
-from tswift.forward.passes import Forwarded
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.target import Target
 from tswift.forward.text import first_broken
-from tswift.machine import synchronize
 from tswift.models.architecture import heads_of, max_positions
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.devices import dtype_name, keep_precision
@@ -72,28 +69,6 @@ def try_graphs(target: Target) -> None:
         target.prepare(kv, 1)
         for static in target.runner.passes[kv]:
             static.capture(kv.length)
-
-
-@torch.inference_mode()
-def measured_pass(target: Target) -> tuple[float, Tensor]:
-    """Seconds of a pass over one token, the best of some, and its last hidden state."""
-    kv = FullKV(target.kv_shape, 2)
-    zero = torch.zeros(1, dtype=torch.int64, device=target.device)
-    run: Callable[[], Forwarded] = partial(target.forward_eager, zero, zero, kv)
-    if target.replays:
-        length = torch.zeros((), dtype=torch.int32, device=target.device)
-        run = target.capture(partial(target.compute_static, zero, zero, kv, length, None))
-    seconds = []
-    for _ in range(_REPEATS):
-        synchronize(target.device)
-        started = time.perf_counter()
-        forwarded = run()
-        synchronize(target.device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds), forwarded.hidden.clone()
-
-
-_REPEATS = 10
 
 
 _ROUNDED = 1e-2  # most that logits may differ by where inputs are rounded to 16 bits

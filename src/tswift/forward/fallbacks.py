@@ -11,8 +11,7 @@ class Fallbacks(dict[str, str]):
     For the "attention" that should serve here, for its "features" (windows, soft caps, sinks), for
     kernels between the "layers"' products, for "steps" on the device (then no pass is replayed),
     for CUDA "graphs", for the "sampler"'s kernels, for "exact" passes, for "wide" ones over a text,
-    for the kernels that walk "trees" and that step "states", for the "cache" of another dtype, for
-    "draft weights" of fewer bits.
+    for the kernels that walk "trees" and that step "states", for the "cache" of another dtype.
     """
 
     def __init__(self, *known: Mapping[str, str]) -> None:

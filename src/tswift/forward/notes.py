@@ -17,7 +17,6 @@ _STAND_INS = {  # what is said of a part that something else stands in for, befo
     "states": "states stepped by PyTorch:",
     "cache": "the model",
     "wide": "texts are forwarded in narrow passes:",
-    "draft weights": "drafts by the model's own weights:",
 }
 
 

@@ -66,18 +66,12 @@ class Target:
     Args:
         model: a causal language model of transformers; its attention is replaced by ours.
         attention: the backend.
-        copied: the target of whose weights the model has a copy, and whose caches it is to read.
 
     Raises:
         UnsupportedModel: the layers need an attention that we do not have.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: type[Attention] = TreeAttention,
-        copied: Target | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: type[Attention] = TreeAttention) -> None:
         self.model = model.eval().requires_grad_(False)
         probe = probe_attention(model)
         self.backend = attention
@@ -123,9 +117,7 @@ class Target:
         states = state_shape(model.config, self.dtype, self.device)
         if states is not None:
             serve_states(model)
-        self.kv_shape: KVShape = probe.kv_shape(states) if copied is None else copied.kv_shape
-        if copied is not None:
-            self.fallbacks.note("features", copied.fallbacks.get("features"))
+        self.kv_shape: KVShape = probe.kv_shape(states)
         self._layouts = probe.layouts
         # query heads per KV head, of layers where they are most
         self.groups = max(layout.groups for layout in self._layouts.values())

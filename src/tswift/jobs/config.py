@@ -26,8 +26,6 @@ from tswift.errors import InputError, find_path, no_such, read_file, read_stream
 from tswift.models.config import (
     DEMO,
     DEMO_DRAFT,
-    IF_QUICKER,
-    UNQUANTISED,
     ModelConfig,
     refuse_shape,
 )
@@ -247,8 +245,7 @@ def preset_note(preset: str, banned: Collection[int]) -> str:
 
 
 def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
-    """What is loaded for methods: a draft model, where one of them needs the bundled one, and
-    weights of fewer bits for drafts by the model itself, if they are quicker.
+    """What is loaded for methods: a draft model, too, where one of them needs the bundled one.
 
     InputError where none of the methods uses what was asked for, or where one needs what was not.
     """
@@ -256,14 +253,10 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
     for name in LOADED:
         users = [user for user, method in METHODS.items() if name in method.loads]
         if wanted[name] is not None and not {*methods} & {*users}:
-            use = "draft with the model itself" if name == "draft_weights" else "use it"
-            one = f"{methods[0]} does not {use}"
-            message = (
-                one
-                if len(methods) == 1
-                else f"none of {', '.join(methods)} {use.replace(' ', 's ', 1)}"
-            )
-            raise InputError(f"{message}; {', '.join(users)} do", name)
+            none = f"{methods[0]} does not use it"
+            if len(methods) > 1:
+                none = f"none of {', '.join(methods)} uses it"
+            raise InputError(f"{none}; {', '.join(users)} do", name)
     for method in methods:
         kind = find_method(method)
         if "drafter" in kind.needs and config.drafter is None:
@@ -277,9 +270,7 @@ def to_load(config: ModelConfig, methods: Sequence[str]) -> ModelConfig:
                 )
                 raise InputError(message, "draft_model")
             config = replace(config, draft_model=DEMO_DRAFT)
-    drafts_itself = any(find_method(method).drafts_itself for method in methods)
-    weights = config.draft_weights or (IF_QUICKER if drafts_itself else UNQUANTISED)
-    return replace(config, draft_weights=None if weights == UNQUANTISED else weights)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)

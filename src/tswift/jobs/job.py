@@ -480,12 +480,7 @@ def identity_of(model: LoadedModel) -> dict[str, object]:
 def _used_identity(model: LoadedModel, wanted: ModelConfig) -> dict[str, object]:
     """What of a model has a part in a run: not what was loaded for other methods."""
     identity = identity_of(model)
-    drafts = {
-        "draft": wanted.draft_model,
-        "drafter": wanted.drafter,
-        "draft_weights": wanted.draft_weights,
-    }
-    for name, asked in drafts.items():
+    for name, asked in (("draft", wanted.draft_model), ("drafter", wanted.drafter)):
         if asked is None:
             identity.pop(name, None)
     return identity

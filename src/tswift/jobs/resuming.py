@@ -43,7 +43,7 @@ from tswift.sampling.generation_config import PAPERS
 
 OPTION = "resume"
 # A resumed run may change these: none changes a token, and memory may want nodes and budget lower.
-_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter", "draft_weights")
+_MAY_CHANGE = ("length", "nodes", "budget", "draft_model", "drafter")
 # to another place; that it is the same model is seen once it is loaded
 _MAY_MOVE = ("model", "heads")
 
@@ -105,7 +105,6 @@ def resume(
         "drafting": used_options(find_method(config.method), job.generation.options),
         "draft": draft,
         "drafter": model.drafter_name,
-        "draft_weights": model.draft_weights,
         "exact": model.about()["exact"],
         "environment": environment(model.target.device),
     }

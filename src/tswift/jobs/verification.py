@@ -68,7 +68,7 @@ def run_input(run: RunRecord, asked: AuditConfig | None = None) -> AuditInput:
         raise InputError(
             f"{run.path} was made without it, so it can only be judged within rounding", "exact"
         )
-    alone = replace(config, heads=NO_HEADS, draft_model=None, drafter=None, draft_weights=None)
+    alone = replace(config, heads=NO_HEADS, draft_model=None, drafter=None)
     if config.attention == "triton":  # which another machine may lack; a run of it may be judged
         alone = replace(alone, attention="auto")
     if "model" in typed:

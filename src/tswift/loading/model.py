@@ -16,30 +16,23 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, cached_file
 
-from tswift.attention.backends import BACKENDS
 from tswift.distributed import ALONE, Dist, guard
 from tswift.errors import (
     InputError,
     NoFault,
     SlowWarning,
-    cause_of,
     renaming,
     suggesting_names,
 )
-from tswift.forward.adapting import measured_pass, select_backend, try_graphs, wrap_model
+from tswift.forward.adapting import select_backend, try_graphs, wrap_model
 from tswift.forward.cpu.products import library, multiplies_integers
 from tswift.forward.cuda import coded
-from tswift.forward.cuda.draft_weights import (
-    cheaper_copy,
-    copy_bytes,
-)
-from tswift.forward.cuda.layers_check import try_codes
 from tswift.forward.exact_passes import Inexact, choose_fixed_rows, fingerprint
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
 from tswift.loading.network import read_network, split_over
 from tswift.loading.plan import ModelPlan, plan_model
-from tswift.machine import available_bytes, return_free_memory
+from tswift.machine import return_free_memory
 from tswift.models.architecture import (
     own_quantization,
     refuse_unsupported,
@@ -109,11 +102,8 @@ class LoadedModel:
     # a smaller model that drafts for it; every rank holds the whole of it
     draft: Target | None = None
     draft_name: str | None = None  # as the user named that
-    # a copy with weights of fewer bits, for drafting passes; None for ``target`` itself
-    drafting: Target | None = None
     # the published drafter at ``target.speculator``, as the user named it
     drafter_name: str | None = None
-    draft_weights: str | None = None  # its kind: ``int4`` or ``int8``
     yarn: float | None = None  # how many times the positions of the checkpoint it serves
     dtype_note: str = ""  # that the dtype is not the checkpoint's; empty if it is
     # 16 bits in which a CPU's program reads matrices; all else is float32
@@ -187,11 +177,6 @@ class LoadedModel:
             about["draft"] = {"name": self.draft_name}
         if self.target.speculator is not None:
             about["drafter"] = {"name": self.drafter_name, "kind": self.target.speculator.spec.kind}
-        if self.drafting is not None:
-            about |= {
-                "draft_weights": self.draft_weights,
-                "draft_layers": execution_note(self.drafting),
-            }
         return about
 
     def remarks(self) -> str:
@@ -215,7 +200,6 @@ class LoadedModel:
             ""
             if self.heads_found is None
             else f"{self.about()['heads']} heads from {self.heads_found}",
-            "" if self.drafting is None else f"drafting passes in {self.draft_weights}",
             f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
         ]
         return "".join(f", {note}" for note in notes if note)
@@ -233,7 +217,6 @@ def load(
     weights: str | None = None,
     draft_model: str | None = None,
     drafter: str | None = None,
-    draft_weights: str | None = None,
     yarn: float | None = None,
     exact: bool | None = None,
     ranks: Dist = ALONE,
@@ -271,10 +254,6 @@ def load(
             the same attention.
         drafter: a published drafter of the model, DSpark, DFlash or EAGLE-3: a folder or a hub id;
             for a shape a kind (``dspark``, ``dflash``, ``eagle3``) with random weights.
-        draft_weights: ``int4`` or ``int8``, on CUDA: let drafting passes of the model run on a copy
-            of it whose linear layers have such weights, all but the LM head, and which shares all
-            else. What is decoded is the model as it is. ``auto``: ``int8``, if there is room
-            for it and its passes are quicker. ``none`` is what None is.
         yarn: how many times the positions that the model was made for it is to serve, by YaRN,
             which turns its rotary embeddings more slowly; above 1. None leaves them as they are.
             What is decoded is that model.
@@ -299,7 +278,6 @@ def load(
         weights=weights,
         draft_model=_plain(draft_model),
         drafter=_plain(drafter),
-        draft_weights=draft_weights,
         yarn=yarn,
         exact=exact,
     )
@@ -349,28 +327,17 @@ def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedMo
             weights=weights_hash(target.model) if ranks.count > 1 else None,
             exact=_prepare(target, loaded.attention, note, asked.exact, checks),
         )
-        if asked.draft_weights is not None:
-            loaded = _with_copy(loaded, asked.draft_weights, plan.if_quicker)
         if plan.draft is not None:
             # a checkpoint's configuration may state another dtype than its weights have
             kv_dtype = target.dtype if asked.kv_dtype == "auto" else plan.kv_dtype
             same = replace(plan.draft, dtype=target.dtype, kv_dtype=kv_dtype)
             loaded = replace(loaded, draft=_load_draft(same, loaded), draft_name=plan.draft.name)
-        for each, name in (
-            (target, "decoding"),
-            (loaded.draft, "drafting by the draft model"),
-            (loaded.drafting, f"drafting in {loaded.draft_weights}"),
-        ):
-            if each is not None:
-                warn_of_fallbacks(each, name)
+        warn_of_fallbacks(target)
+        if loaded.draft is not None:
+            warn_of_fallbacks(loaded.draft, "drafting by the draft model")
         if plan.coded or plan.packed:
             return_free_memory()  # what was needed to make codes is more than they take
         return loaded
-
-
-# of the free memory, that a copy that nobody asked for and the longest text take at most
-_MEMORY_SHARE = 0.9
-_TIME_SHARE = 0.9  # of the time of the model's own passes, that those of such a copy may take
 
 
 def _snapshot(model: str) -> str:
@@ -422,37 +389,6 @@ def _slowness(plan: ModelPlan) -> str | None:
             f"{cost} times as long"
         )
     return None
-
-
-def _with_copy(loaded: LoadedModel, kind: str, if_quicker: bool) -> LoadedModel:
-    """A loaded model with a copy of fewer bits for its drafting passes."""
-    target = loaded.target
-    if if_quicker:
-        longest = target.max_positions * target.kv_shape.bytes_per_token
-        if copy_bytes(target.model, kind) + longest > _MEMORY_SHARE * (
-            available_bytes(target.device) or 0
-        ):
-            return loaded
-    try:
-        with silence():
-            copy = cheaper_copy(target.model, kind)
-            drafting = Target(copy, BACKENDS[loaded.attention](), target)
-        if loaded.heads is not None and loaded.heads.pre_norm:
-            drafting.tap()
-        try_graphs(drafting)
-        try_codes(copy)
-        seconds, _ = measured_pass(drafting)
-        usual, _ = measured_pass(target)
-    except Exception as error:  # compilers, drivers and libraries have many ways to fail
-        if not if_quicker:
-            if isinstance(error, InputError | torch.OutOfMemoryError):
-                raise
-            raise InputError(cause_of(error), "draft_weights") from None
-        target.fallbacks.note("draft weights", NoFault(cause_of(error)))
-        return loaded
-    if if_quicker and seconds > _TIME_SHARE * usual:
-        return loaded
-    return replace(loaded, drafting=drafting, draft_weights=kind)
 
 
 @renaming(model="draft_model")

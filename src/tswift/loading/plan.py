@@ -18,7 +18,6 @@ from tswift.errors import InputError, renaming
 from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import may_serve
 from tswift.forward.cuda import coded as coded_layers
-from tswift.forward.cuda.draft_weights import copy_bytes, refuse_draft_weights
 from tswift.loading.packing import gguf_bytes, rounded_bytes
 from tswift.models.architecture import (
     attention_layers,
@@ -33,7 +32,7 @@ from tswift.models.architecture import (
 )
 from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import UNIT
-from tswift.models.config import IF_QUICKER, TRIED, UNQUANTISED, ModelConfig, refuse_shape
+from tswift.models.config import ModelConfig, refuse_shape
 from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.speculators.drafter_files import SpeculatorFile, drafter_of
@@ -66,8 +65,6 @@ class ModelPlan:
     held: torch.dtype | None = None  # as of LoadedModel; ``dtype`` is float32 then
     # whether matrices are held as a C program reads them, and not as PyTorch does
     packed: bool = False
-    # whether the copy for drafting passes is to be made only where it has room and is quicker
-    if_quicker: bool = False
     # whether a C program should make the passes, as far as modules tell: who is told without one
     program_expected: bool = False
 
@@ -176,13 +173,8 @@ class ModelPlan:
     @cached_property
     def loaded_bytes(self) -> dict[str, int]:
         """Bytes by what is to be loaded; 0 where it is not known."""
-        copied = None if self.if_quicker else self.asked.draft_weights
         size = self.dtype.itemsize
-        loaded = {
-            "weights": self._weight_bytes,
-            "heads": self._heads[1] * size,
-            "draft weights": copy_bytes(self.checkpoint.skeleton, copied) if copied else 0,
-        }
+        loaded = {"weights": self._weight_bytes, "heads": self._heads[1] * size}
         if self.drafter is not None:
             loaded["drafter"] = sum(weights_of(self.drafter.spec).values()) * size
         return loaded
@@ -208,24 +200,8 @@ def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
     Raises:
         InputError: something named does not exist, is broken, or does not go with the rest.
     """
-    if asked.draft_weights == UNQUANTISED:
-        asked = replace(asked, draft_weights=None)
     device = device_for(asked.device, ranks)
     checkpoint = Checkpoint.find(asked.model, asked.yarn)
-    if asked.draft_weights != IF_QUICKER:
-        return _planned(asked, checkpoint, device, ranks)
-    try:
-        made = _planned(replace(asked, draft_weights=TRIED), checkpoint, device, ranks)
-        return replace(made, if_quicker=True)
-    except InputError as error:
-        if error.field != "draft_weights":
-            raise
-        return _planned(replace(asked, draft_weights=None), checkpoint, device, ranks)
-
-
-def _planned(
-    asked: ModelConfig, checkpoint: Checkpoint, device: torch.device, ranks: Dist
-) -> ModelPlan:
     config = checkpoint.config
     dtype = dtype_for(asked.dtype, device, config, checkpoint.simulated)
     on_cpu = device.type == "cpu"
@@ -256,11 +232,6 @@ def _planned(
         program_expected=serves,
     )
     _refuse_unfit(plan, ranks)
-    if asked.draft_weights is not None:  # what cannot be quantised is refused before it is loaded
-        refuse_draft_weights(config, device, dtype)
-        if not copy_bytes(checkpoint.skeleton, asked.draft_weights):
-            reason = f"no linear layer of {asked.model} has rows of a multiple of {UNIT}"
-            raise InputError(reason, "draft_weights")
     drafter = None
     if ranks.count == 1 and has_mtp_head(config):
         drafter = native_head(checkpoint)
@@ -324,7 +295,6 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
     asked, coded, config = plan.asked, plan.coded, plan.config
     split = ranks.count > 1
     recurrent = is_recurrent(config)
-    reduced = asked.draft_weights is not None
     own = own_quantization(config)
     odd = 0
     kind = own or ("GGUF" if plan.checkpoint.gguf is not None else "")
@@ -332,11 +302,6 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
     kernels = coded_layers.by_kernels(plan.device)
     many = f"{asked.model} has recurrent layers, which cannot be"
     for wrong, option, reason in (
-        (
-            split and reduced,
-            "draft_weights",
-            "quantised weights cannot be split over ranks yet",
-        ),
         (split and own, RANKS, "quantised weights cannot be split over ranks yet"),
         (split and coded, RANKS, "weights that are codes cannot be split over ranks"),
         (split and recurrent, RANKS, f"{many} split over ranks yet"),
@@ -350,7 +315,6 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
             "model",
             f"{asked.model} has random weights, which are not split",
         ),
-        (reduced and recurrent, "draft_weights", f"{many} copied in fewer bits yet"),
         (
             asked.weights is not None and kind,
             "weights",
@@ -377,11 +341,6 @@ def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
             "dtype",
             f"is {'bfloat16 or float16' if kernels else 'float32'} with weights of integers "
             f"({coded}) on {plan.device.type}; got {dtype_name(plan.dtype)}",
-        ),
-        (
-            coded and reduced,
-            "draft_weights",
-            f"the model's weights are integers already ({coded})",
         ),
     ):
         if wrong:

@@ -24,11 +24,7 @@ KV_DTYPES = (*DTYPES, "int16", "int8")
 HEAD_KINDS = ("chained", "conditioned")
 NO_HEADS = "none"  # of those that could be found for a model
 ATTENTIONS = ("auto", "sdpa", "native", "triton", "flash")
-BITS = {"int4": 4, "int8": 8}  # of a code, by the value of ``--weights`` or ``--draft-weights``
-# that auto tries: on SmolLM2 drafts in int4 lost more tokens than they saved time (docs/cuda.md)
-TRIED = "int8"
-UNQUANTISED = "none"  # drafting passes run on the model as it is
-IF_QUICKER = "auto"  # if there is room for a copy, and its passes are quicker
+BITS = {"int4": 4, "int8": 8}  # of a code, by the value of ``--weights``
 
 _PANEL = "Model"
 _ALIASES = {
@@ -111,14 +107,6 @@ class ModelConfig:
         "(eagle).",
         panel=DRAFTING,
         shown="none",
-    )
-    draft_weights: str | None = option(
-        None,
-        "int4 or int8 (CUDA): drafting passes run on a copy of such weights; auto: int8, if they "
-        "are quicker. Never changes the text.",
-        panel=DRAFTING,
-        shown=IF_QUICKER,
-        choices=(IF_QUICKER, UNQUANTISED, *BITS),
     )
     model: str = option(
         DEMO,
