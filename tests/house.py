@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -214,6 +214,19 @@ def stops(value: str, words: list[str]) -> list[str]:
 
     _watched(look, lambda: main(words))
     return list(seen)
+
+
+def calls(functions: Collection[Callable[..., object]], words: list[str]) -> dict[str, int]:
+    """How often a command calls each of some functions of ours."""
+    codes = {each.__code__: each.__qualname__ for each in functions}
+    counted = dict.fromkeys(codes.values(), 0)
+
+    def look(frame: FrameType, event: str, argument):
+        if event == "call" and frame.f_code in codes:
+            counted[codes[frame.f_code]] += 1
+
+    _watched(look, lambda: main(words))
+    return counted
 
 
 def _watched(look: Callable[[FrameType, str, object], None], run: Callable[[], object]):

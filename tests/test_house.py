@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.house import PARAMETERS, asked, circles, command_of, stops
+from tests.helpers import needs_program
+from tests.house import PARAMETERS, asked, calls, circles, command_of, stops
+from tswift import remembered
+from tswift.cli import main
+from tswift.drafting.methods import resolve
+from tswift.forward.cpu.program import PassProgram
+from tswift.models.hashes import weights_hash
 
 MOST = 6  # functions that hold a parameter on its way
 # what may only become fewer: where the device is asked, and how passes are made
@@ -18,6 +24,18 @@ def test_modules_import_each_other_in_no_circle():
 def test_what_is_decided_once_is_asked_seldom():
     assert asked(r"device\.type\b") <= DEVICES
     assert asked(r"target\.replays\b|\brunner\.", but="forward/") <= RUNNERS
+
+
+@needs_program
+def test_what_a_command_decides_it_decides_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(remembered, "cache_folder", lambda: tmp_path)
+    once = (resolve, weights_hash, PassProgram.__init__)
+    command = f"generate --len 5 --prompt-text a --quiet --out {tmp_path}".split()
+    main([*command[:-1], f"{tmp_path}/first"])  # whose checks are remembered
+    assert calls(once, [*command[:-1], f"{tmp_path}/second"]) == dict.fromkeys(
+        [each.__qualname__ for each in once], 1
+    )
+    capsys.readouterr()  # the text
 
 
 @pytest.mark.slow

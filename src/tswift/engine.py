@@ -16,7 +16,7 @@ from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
 from tswift.distributed import ALONE, Dist, guard
 from tswift.drafting.costs import costs_of, measure
-from tswift.drafting.methods import make_drafter, possible, resolve
+from tswift.drafting.methods import make_drafter, possible, resolved
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.notes import warn_of_fallbacks
@@ -187,15 +187,15 @@ def begin(
         method = find_method(request.method)
         target = model.target.reference() if method.reference else model.target
         draft = model.draft is not None
-        resolved = resolve(request.method, target, model.heads, request.options, draft)
-        need = check(target, request.demand(resolved), draft=model.draft)
+        options = resolved(request.method, target, model.heads, request.options, draft)
+        need = check(target, request.demand(options), draft=model.draft)
     costs = NOMINAL
-    draft_options = resolved
-    if resolved.costs == MEASURED and ranks.count == 1:
+    draft_options = options
+    if options.costs == MEASURED and ranks.count == 1:
         costs = costs_of(target, model.heads)
-    elif resolved.costs == MEASURED:
+    elif options.costs == MEASURED:
         # by all ranks together, which must decide alike: their clocks differ
-        draft_options = replace(resolved, costs="nominal")
+        draft_options = replace(options, costs="nominal")
         with guard():
             costs = ranks.share(measure(target, model.heads))
     with ranks.fail_together():
@@ -222,7 +222,7 @@ def begin(
             request.logprobs,
             earlier,
         )
-    return Generation(decoding, drafter.depth, rules, params, resolved, need, costs, ranks, *text)
+    return Generation(decoding, drafter.depth, rules, params, options, need, costs, ranks, *text)
 
 
 @wraps(loading.load)

@@ -30,6 +30,7 @@ class MemoryEstimate:
 
     Attributes:
         positions: tokens of prompt and text together.
+        options: of drafting, by which it was reckoned.
         loaded: what is to be loaded first; empty where all is there.
         caches: keys, values and states, held all along.
         recall_bytes: top logits kept for drafting, in the machine's own memory whatever the device.
@@ -37,6 +38,7 @@ class MemoryEstimate:
     """
 
     positions: int
+    options: DraftOptions = field(default_factory=DraftOptions)
     loaded: Mapping[str, int] = field(default_factory=dict)
     caches: Mapping[str, int] = field(default_factory=dict)
     recall_bytes: int = 0
@@ -189,7 +191,7 @@ def _needed(
     recall = 0
     if options.recall:
         recall = LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
-    estimate = MemoryEstimate(positions, loaded, caches, recall, passing)
+    estimate = MemoryEstimate(positions, options, loaded, caches, recall, passing)
     _refuse_memory(estimate, model.device, option)
     return estimate
 

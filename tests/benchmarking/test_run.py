@@ -462,7 +462,7 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
                 ((), {"budget": 100}, "budget: ar does not use it"),
                 (("medusa",), {"ngrams": 3}, "ngrams: none of ar, medusa uses it"),
                 # its default, but it was typed
-                (("medusa",), {"ngrams": 20}, "ngrams: none of ar, medusa uses it"),
+                (("medusa",), {"inner_gamma": 2}, "inner_gamma: none of ar, medusa uses it"),
                 (("reuse",), {"trees": {"": (2, 2)}}, "tree: none of ar, reuse uses it"),
                 (("medusa",), {"trees": {"tokenswift": (2, 2)}}, "tree: is given for tokenswift"),
                 (

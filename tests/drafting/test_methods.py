@@ -39,7 +39,7 @@ def test_ngrams_are_looked_for_where_heads_leave_room():
         options = DraftOptions(tree=(1, 2, 2, 2), nodes=nodes)
         drafter = make_drafter("tokenswift", tiny_target(), tiny_heads(), options)
         assert [type(source).__name__ for source in drafter.sources] == sources
-    for typed in ({"ngrams": 5}, {"reuse_recent": True}):
+    for typed in ({"ngrams": 5}, {"ngrams": 20}, {"reuse_recent": True}):
         options = DraftOptions(tree=(1, 2, 2, 2), nodes=8, **typed)
         with refused(f"^{next(iter(typed))}: not used by tokenswift in a"):
             resolve("tokenswift", tiny_target(), tiny_heads(), options)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.drafters import load_own_head, qwen35
 from tests.drafting.test_networks import drafted
 from tests.helpers import needs_program, tiny_draft, tiny_heads, tiny_target
-from tswift.drafting.methods import make_drafter
-from tswift.drafting.options import KV, METHODS, DraftOptions, refuse_unused
+from tswift.drafting.methods import make_drafter, resolve
+from tswift.drafting.options import KV, METHODS, DraftOptions, RecordedOptions, refuse_unused
 from tswift.errors import InputError
 from tswift.forward.target import Target
 from tswift.speculators.heads import Heads
@@ -108,3 +108,12 @@ def test_what_is_typed_is_read_or_refused(method, model, name, others):
     for index, (value, drafter) in enumerate(found):
         for other, another in found[:index]:
             assert drafter != another, (name, value, other)
+
+
+def test_what_a_run_recorded_is_no_option_that_was_typed():
+    """Earlier versions resolved, and recorded, what nothing reads."""
+    recorded = RecordedOptions(kv="snapkv", gamma=3, budget=128, sinks=3)
+    resolved = resolve("auto", recurrent(), None, recorded)
+    assert (resolved.kv, resolved.gamma, resolved.budget, resolved.sinks) == (None,) * 4
+    filled = RecordedOptions(tree=(1, 2, 2, 2), nodes=8, ngrams=20)
+    resolve("tokenswift", tiny_target(), tiny_heads(), filled)

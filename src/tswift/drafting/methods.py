@@ -42,6 +42,7 @@ from tswift.drafting.options import (
     SINKS,
     DraftOptions,
     Method,
+    RecordedOptions,
     ResolvedOptions,
     find_method,
     refuse_sinks,
@@ -405,8 +406,7 @@ def resolve(
 ) -> ResolvedOptions:
     """The options with the defaults of method and device filled in, where the method uses them.
 
-    Drafts that are wider than the target's passes are cut. What was resolved for a plan is only
-    fitted to the loaded model.
+    Drafts that are wider than the target's passes are cut.
 
     Args:
         name: of the method.
@@ -419,38 +419,11 @@ def resolve(
         InputError: no such method, heads or a drafter that it needs are missing, or options that do
             not fit them, or that nothing would read.
     """
-    if not isinstance(options, ResolvedOptions):
-        options = _resolved(find_method(name), model, heads, options, draft)
-    most = model.most_nodes
-    if most and (options.nodes or 0) > most:
-        raise InputError(
-            f"must be at most {most} with this attention, got {options.nodes}", "nodes"
-        )
-    inner = options.inner_gamma if "inner_gamma" in find_method(name).uses else 0
-    if most and (longest := max(options.gamma or 0, inner)) >= most:
-        raise InputError(f"must be below {most} with this attention, got {longest}", "gamma")
-    width = model.fixed_rows if isinstance(model, Target) else None
-    if width is None:
-        return options
-    return replace(
-        options,
-        nodes=options.nodes and min(options.nodes, width),
-        gamma=options.gamma and min(options.gamma, width - 1),
-    )
-
-
-def _resolved(
-    method: Method,
-    model: Target | ModelPlan,
-    heads: Heads | int | None,
-    options: DraftOptions,
-    draft: bool,
-) -> ResolvedOptions:
-    name = method.name
+    method = find_method(name)
     count = heads.count if isinstance(heads, Heads) else heads or 0
     unread = _unread(method, model, draft)
     for each in unread:
-        if getattr(options, each) is not None:
+        if getattr(options, each) is not None and not isinstance(options, RecordedOptions):
             reason = f"{name} has no use for it where layers are recurrent"
             raise InputError(reason, each)
     kv = options.kv or next(iter(method.kv), None)
@@ -487,7 +460,36 @@ def _resolved(
         "costs": (options.costs or MEASURED) if chooses else None,
         "recall": recall,
     }
-    return ResolvedOptions(**{**vars(options), **filled, **dict.fromkeys(unread)})
+    made = ResolvedOptions(**{**vars(options), **filled, **dict.fromkeys(unread)})
+    return _fitted(method, made, model)
+
+
+def _fitted(method: Method, options: ResolvedOptions, model: Target | ModelPlan) -> ResolvedOptions:
+    """Resolved options, with drafts cut to the width of a target's passes."""
+    most = model.most_nodes
+    if most and (options.nodes or 0) > most:
+        reason = f"must be at most {most} with this attention, got {options.nodes}"
+        raise InputError(reason, "nodes")
+    inner = options.inner_gamma if "inner_gamma" in method.uses else 0
+    if most and (longest := max(options.gamma or 0, inner)) >= most:
+        raise InputError(f"must be below {most} with this attention, got {longest}", "gamma")
+    width = model.fixed_rows if isinstance(model, Target) else None
+    if width is None:
+        return options
+    return replace(
+        options,
+        nodes=options.nodes and min(options.nodes, width),
+        gamma=options.gamma and min(options.gamma, width - 1),
+    )
+
+
+def resolved(
+    name: str, model: Target, heads: Heads | None, options: DraftOptions, draft: bool
+) -> ResolvedOptions:
+    """As :func:`resolve`; what was resolved for the model's plan is only fitted to it."""
+    if isinstance(options, ResolvedOptions):
+        return _fitted(find_method(name), options, model)
+    return resolve(name, model, heads, options, draft)
 
 
 def _unread(method: Method, model: Target | ModelPlan, draft: bool) -> frozenset[str]:
@@ -605,6 +607,8 @@ def _recalled(method: Method, options: DraftOptions) -> int:
 
 def _typed_ngrams(options: DraftOptions) -> str | None:
     """The option that asks for 4-grams, if one was typed."""
+    if isinstance(options, RecordedOptions):
+        return None
     return "reuse_recent" if options.reuse_recent else "ngrams" if options.ngrams else None
 
 
@@ -654,7 +658,7 @@ def make_drafter(
     Raises:
         InputError: as :func:`resolve`.
     """
-    options = resolve(name, target, heads, options, draft is not None)
+    options = resolved(name, target, heads, options, draft is not None)
     memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
     models = Models(target, heads, draft, positions, costs, memory)

@@ -165,6 +165,10 @@ class DraftOptions:
         return given_options(self)
 
 
+class RecordedOptions(DraftOptions):
+    """Options as a run once resolved them: none of them counts as typed."""
+
+
 class ResolvedOptions(DraftOptions):
     """Options with the defaults of a method, a model and its device filled in."""
 

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,11 +194,8 @@ class Batch:
     def _load(self, left: Sequence[Task]) -> LoadedModel:
         from tswift.loading.model import load_model
         from tswift.memory import fit_length
-        from tswift.models.hashes import weights_hash
 
         model = load_model(self.config.to_load())
-        # once, and not for every run
-        model = replace(model, weights=weights_hash(model.target.model))
         bad = []
         for task in left:
             length = task.config.text.length

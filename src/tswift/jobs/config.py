@@ -19,6 +19,7 @@ from tswift.drafting.options import (
     LOADED,
     METHODS,
     DraftOptions,
+    RecordedOptions,
     find_method,
     refuse_unused,
 )
@@ -484,7 +485,8 @@ class RunConfig:
             "exact": loaded.get("exact") is not None,
             **drafting,
         }
-        return changed(cls(), of_json(recorded))
+        config = changed(cls(), of_json(recorded))
+        return replace(config, drafting=RecordedOptions(**vars(config.drafting)))
 
     def recorded(self) -> dict[str, object]:
         """What ``run.json`` keeps as the run's options:

@@ -26,6 +26,7 @@ from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import (
     MEASURED,
+    DraftOptions,
     find_method,
     used_options,
 )
@@ -374,13 +375,14 @@ def start(
     asked = config.text.length
     plan: ModelPlan | ModelConfig = wanted
     flexible = "length" not in config.given
+    drafting = config.drafting
     text, system = said or (config.read() if ids is None else ("", None))
     if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
         least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
         demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
         plan = plan_model(wanted)
-        preflight(plan, demand, option=larger, params=config.sampling)
+        drafting = preflight(plan, demand, option=larger, params=config.sampling).options
     folder = RunFolder.create(
         config.out or default_path(config.method), config.logprobs is not None
     )
@@ -398,7 +400,7 @@ def start(
         if flexible:
             length = fit_length(config.text.length, len(prompt), model.target.max_positions)
             config = replace(config, text=replace(config.text, length=length))
-        generation = begin_run(model, prompt, config, params)
+        generation = begin_run(model, prompt, config, params, drafting=drafting)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
@@ -444,15 +446,18 @@ def begin_run(
     params: SamplingParams,
     written: Sequence[int] = (),
     earlier: Decoding | None = None,
+    drafting: DraftOptions | None = None,
 ) -> Generation:
-    """A job's decode, ready to run; ``written`` and ``earlier`` are as for :class:`Decoding`."""
+    """A job's decode, ready to run; ``written`` and ``earlier`` are as for :class:`Decoding`,
+    ``drafting`` has the job's options where they were resolved already.
+    """
     request = Request(
         prompt=prompt,
         length=config.text.length,
         method=config.method,
         params=params,
         seed=config.text.seed,
-        options=config.drafting,
+        options=drafting or config.drafting,
         stop_at_eos=config.ends_at_eos,
         ignore_eos=config.ignore_eos,
         written=written,
@@ -465,10 +470,9 @@ def begin_run(
 
 def identity_of(model: LoadedModel) -> dict[str, object]:
     """What was loaded and how, down to every bit of its weights."""
-    weights = model.weights or weights_hash(model.target.model)
     identity = {
         **model.about(),
-        "weights": weights,
+        "weights": model.weights_hash,
         "config": config_hash(model.target.model),
         "tokenizer": model.tokenizer_hash,
     }

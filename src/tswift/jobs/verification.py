@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +18,12 @@ from tswift.memory import Demand, check
 from tswift.models.codes import holds_codes
 from tswift.models.config import NO_HEADS, ModelConfig, refuse_shape
 from tswift.models.devices import find_device
-from tswift.models.hashes import config_hash, weights_hash
+from tswift.models.hashes import config_hash
 from tswift.options import Values, changed, given_options
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,13 @@ def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
     about = model.about()
     if about["quantization"] != known.get("quantization"):
         return
-    hashes: dict[str, Callable[[PreTrainedModel], str]] = {"config": config_hash}
+    hashes = {"config": config_hash(model.target.model)}
     if about["dtype"] == known["dtype"] and (
         about["quantization"] is None or holds_codes(model.target.model)
     ):
-        hashes["weights"] = weights_hash
-    for what, taken in hashes.items():
-        if taken(model.target.model) != known.get(what):
+        hashes["weights"] = model.weights_hash
+    for what, found in hashes.items():
+        if found != known.get(what):
             raise InputError(
                 f"{model.name} is not the model that {run.path} was made with: {what} differ",
                 "model",

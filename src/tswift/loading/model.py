@@ -97,8 +97,7 @@ class LoadedModel:
     # how its weights were quantised; plain decoding is this model's own
     quantization: str | None = None
     ranks: Dist = ALONE  # those that hold it together
-    # hash of all weights, where that took all ranks; None where it can be had at any time
-    weights: str | None = None
+    weights: str | None = None  # hash of all weights, where it is known already
     # a smaller model that drafts for it; every rank holds the whole of it
     draft: Target | None = None
     draft_name: str | None = None  # as the user named that
@@ -141,6 +140,11 @@ class LoadedModel:
             )
             raise InputError(reason, "prompt")
         return ids
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """Hash of all weights, as they are when it is first asked for."""
+        return self.weights or weights_hash(self.target.model)
 
     @cached_property
     def tokenizer_hash(self) -> str:
@@ -324,7 +328,7 @@ def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedMo
             eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
             drafter_name=asked.drafter or (None if drafter is None else asked.model),
             yarn=asked.yarn,
-            weights=weights_hash(target.model) if ranks.count > 1 else None,
+            weights=weights_hash(target.model) if ranks.count > 1 else loaded.weights,
             exact=_prepare(target, loaded.attention, note, asked.exact, checks),
         )
         if plan.draft is not None:
@@ -447,9 +451,10 @@ def _load_network(
         network = read_network(plan, split)
         kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
         products = multiplies_integers(network)
-        checks = NO_CHECKS
+        checks, weights = NO_CHECKS, None
         if kept:
-            about = weights_hash(network), config_hash(network), backend, plan.dtype, kv_dtype
+            weights = weights_hash(network)
+            about = weights, config_hash(network), backend, plan.dtype, kv_dtype
             checks = Checks(*about, usual, products)
         target = wrap_model(network, model, backend, kv_dtype=kv_dtype, usual=usual, checks=checks)
     loaded = LoadedModel(
@@ -462,6 +467,7 @@ def _load_network(
         simulated=plan.simulated,
         quantization=plan.coded or (None if plan.simulated else own_quantization(plan.config)),
         ranks=ranks,
+        weights=weights,
         dtype_note=other_dtype,
         held=plan.held,
     )

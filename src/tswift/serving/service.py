@@ -46,7 +46,6 @@ from tswift.jobs.job import row_bytes, start, with_sampling
 from tswift.jobs.resuming import resume
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
-from tswift.models.hashes import weights_hash
 from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
@@ -69,7 +68,7 @@ class Service:
     def __init__(
         self, model: LoadedModel, config: ServeConfig, typed: Values, say: Callable[[str], None]
     ) -> None:
-        self.model = replace(model, weights=model.weights or weights_hash(model.target.model))
+        self.model = model
         self.model_id = config.model_id(model.name)
         self._config = config
         self._say = say
