@@ -58,3 +58,16 @@ def random_rows(stream: np.ndarray, rows: int, length: int, rng: np.random.Gener
     """``[rows, length]`` int64 crops of a stream at random places."""
     starts = rng.integers(0, len(stream) - length + 1, size=rows)
     return np.stack([stream[start : start + length] for start in starts]).astype(np.int64)
+
+
+def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generator) -> np.ndarray:
+    """Positions ``[rows, length]`` int64 that teach far distances on short rows.
+
+    A random tail of each row is moved forward by a jump drawn log-uniformly up to ``limit``, so
+    every relative distance up to the limit is seen although no row is that long.
+    """
+    positions = np.tile(np.arange(length), (rows, 1))
+    jumps = np.exp(rng.uniform(0, np.log(limit - length), size=rows)).astype(np.int64)
+    for row, (cut, jump) in enumerate(zip(rng.integers(1, length, size=rows), jumps, strict=True)):
+        positions[row, cut:] += jump
+    return positions

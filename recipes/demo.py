@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,11 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from recipes.agreement import read_logits
 from recipes.corpus import PG19, load_documents, random_rows, split, token_stream, train_tokenizer
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, pretrain
+from recipes.work import claim
 from tswift.caches import FullKV
 from tswift.errors import InputError
 from tswift.forward.target import Target
@@ -30,7 +32,6 @@ from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads
-from tswift.training.agreement import read_logits
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POSITIONS = (0, 10_000, 40_000, 100_000)
@@ -81,9 +82,7 @@ def build(out: Path, work: Path, recipe: Recipe) -> None:
     Raises:
         InputError: the work folder holds stages of another recipe.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    _claim(work / "recipe.json", recipe)
-    log = _logger(work / "log.txt")
+    log = claim(work, recipe)
     tokenizer, train, held_out = _streams(recipe.corpus, work, recipe.vocab_size, log)
     base = _base(work / "base", train, recipe, log)
     own = _own_text(work / "own.npy", base, train, recipe.rows, log)
@@ -139,15 +138,6 @@ def held_out_losses(
             "(sums)"
         )
     return {position: total / TEXTS for position, total in sums.items()}
-
-
-def _claim(path: Path, recipe: Recipe) -> None:
-    ours = json.dumps(asdict(recipe), sort_keys=True, indent=1)
-    if path.exists() and path.read_text() != ours:
-        raise InputError(
-            f"{path.parent} holds the stages of another recipe; give a new folder", "--work"
-        )
-    path.write_text(ours)
 
 
 def _card(
@@ -228,15 +218,6 @@ def _own_text(
         starts = random_rows(stream, rows, 32, np.random.default_rng(3))
         np.save(path, write_text(model, starts, _ROW, SamplingParams(), 128, log))
     return np.load(path)
-
-
-def _logger(path: Path) -> Callable[[str], None]:
-    def log(line: str) -> None:
-        print(line, flush=True)
-        with path.open("a") as file:
-            file.write(line + "\n")
-
-    return log
 
 
 def main() -> None:

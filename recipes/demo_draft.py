@@ -1,15 +1,13 @@
 """The recipe of the bundled draft model: ``python -m recipes.demo_draft --corpus FOLDER --out
 DIR``.
 
-It is ``tswift train-draft`` on the documents that the bundled model was trained on, and figures of
-what came of it on the six that both never saw. A training that was stopped is gone on with.
+It is ``recipes.draft`` on the documents that the bundled model was trained on, and figures of what
+came of it on the six that both never saw. A training that was stopped is gone on with.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,20 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.agreement import Scores, compare, mean, read_logits
 from recipes.corpus import PG19, load_documents, split, token_stream
+from recipes.draft import DraftPlan, load_large, train_draft
 from tswift.caches import FullKV
-from tswift.cli.output import Bars
-from tswift.errors import InputError
+from tswift.errors import InputError, Object
 from tswift.forward.target import Target
 from tswift.loading.model import LoadedModel, load
 from tswift.models.config import DEMO
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
-from tswift.training.agreement import Scores, compare, mean, read_logits
-from tswift.training.config import DraftConfig
-from tswift.training.run import METRICS, RECORD, resume, train
-from tswift.training.tasks import MODEL
 
-FILES = (MODEL, "config.json", "tokenizer.json", "tokenizer_config.json")
 POSITIONS = (0, 10_000, 40_000, 98_000)
 WINDOW, TEXTS = 1024, 2  # tokens compared at each position, and in how many texts
 RECENT = 512  # tokens that the draft model reads, as over a bounded cache
@@ -39,30 +33,15 @@ _ROWS = 256  # tokens in a pass, which all have that many before them
 STEPS = 5000
 
 
-def build(corpus: str, out: Path, work: Path, config: DraftConfig, about: str = "") -> None:
-    """Train on a corpus in ``work/train``, or resume that; measure,
-    and write model and card to ``out``.
-
-    Raises:
-        InputError: the training cannot be done, or was interrupted.
-    """
+def build(corpus: str, out: Path, work: Path, plan: DraftPlan, about: str = "") -> None:
+    """Train on a corpus, or go on with that; measure, and write model and card to ``out``."""
     kept, held = split(load_documents(corpus))
-    folder = work / "train"
-    begun = (folder / RECORD).exists()
-    with Bars(quiet=False, progress=True) as bars:
-        outcome = (
-            resume(DraftConfig, folder, progress=bars) if begun else train(config, folder, bars)
-        )
-    if outcome.signum is not None:
-        raise InputError(
-            f"the training was interrupted; the same command goes on with it in {folder}", "--work"
-        )
-    out.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(folder / name, out / name)
+    record = train_draft(load_large(DEMO, "cpu"), plan, out, work / "train")
     model = load(DEMO, device="cpu", draft_model=str(out))
     figures = measure(model, token_stream(held, model.tokenizer), print)
-    (out / "README.md").write_text(_card(model, folder, figures, about or f"`{corpus}`", len(kept)))
+    (out / "README.md").write_text(
+        _card(model, plan, record, figures, about or f"`{corpus}`", len(kept))
+    )
 
 
 def keep_documents(corpus: str, path: Path) -> None:
@@ -157,18 +136,13 @@ def _read_recent(
 
 def _card(
     model: LoadedModel,
-    folder: Path,
+    plan: DraftPlan,
+    record: Object,
     figures: Sequence[Sequence[Scores]],
     about: str,
     documents: int,
 ) -> str:
     assert model.draft is not None
-    record = json.loads((folder / RECORD).read_text())
-    last = [
-        json.loads(line)
-        for line in (folder / METRICS).read_text().splitlines()
-        if '"tokens"' in line
-    ][-1]
 
     def row(scores: Sequence[Scores], name: str) -> str:
         return " | ".join(f"{each[name]:.3f}" for each in scores)
@@ -181,8 +155,7 @@ def _card(
         about=about,
         documents=documents,
         record=record,
-        plan=record["plan"],
-        tokens=last["tokens"],
+        plan=plan,
         minutes=round(record["seconds"] / 60),
         date=time.strftime("%Y-%m-%d"),
         window=WINDOW,
@@ -218,16 +191,8 @@ def main() -> None:
     path = args.work / "corpus" / "kept.parquet"
     try:
         keep_documents(args.corpus, path)
-        config = DraftConfig(
-            str(path.parent),
-            steps=args.steps,
-            batch=8,
-            seed=1,
-            held_out=2,
-            eval_every=500,
-            save_minutes=4.0,
-        )
-        build(args.corpus, args.out, args.work, config, args.about)
+        plan = DraftPlan(str(path.parent), args.steps, seed=1, held_out=2)
+        build(args.corpus, args.out, args.work, plan, args.about)
     except InputError as error:
         parser.error(str(error))
 

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from recipes.corpus import random_rows
+from recipes.corpus import jumping_positions, random_rows
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import Heads
 from tswift.training.config import DISTILL
-from tswift.training.data import jumping_positions
 from tswift.training.losses import HeadsLoss
 from tswift.training.tasks import Trainer, learning_rate
 from tswift.training.teacher import teach

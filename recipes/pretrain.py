@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import AttentionInterface, LlamaForCausalLM
 
-from recipes.corpus import random_rows
+from recipes.corpus import jumping_positions, random_rows
 from tswift.speculators.heads import ChainedHeads
-from tswift.training.data import jumping_positions
-from tswift.training.losses import CAUSAL
-from tswift.training.tasks import Trainer, muon
+from tswift.training.tasks import Trainer
+
+# an attention of transformers: plain causality, whatever the positions
+CAUSAL = "tswift_training_causal"
+
+
+def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
+    # transformers reads a jump in position_ids as the start of another packed text and masks across
+    # it
+    out = F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(CAUSAL, _causal)
 
 
 @dataclass(frozen=True)
@@ -112,3 +125,23 @@ def pretrain(
             took = time.monotonic() - started
             speed = (step + 1) * plan.tokens_per_step / took
             log(f"step {step}/{plan.steps} loss {smooth:.3f} {speed:.0f} tokens/s {took:.0f} s")
+
+
+def muon(
+    network: nn.Module, ends: Sequence[Tensor], rate: float, decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW at 0.15 of its rate for norms and the ``ends``,
+    such as embeddings.
+    """
+    apart = {id(weight) for weight in ends}
+    matrices = [
+        weight for weight in network.parameters() if weight.ndim == 2 and id(weight) not in apart
+    ]
+    inside = {id(weight) for weight in matrices}
+    others = [weight for weight in network.parameters() if id(weight) not in inside]
+    return [
+        torch.optim.Muon(
+            matrices, lr=rate, momentum=0.95, weight_decay=decay, adjust_lr_fn="original"
+        ),
+        torch.optim.AdamW(others, lr=0.15 * rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]

@@ -63,7 +63,6 @@ NAMED = {
     "env": ("--json",),
     "export-generate": ("",),
     "train": ("--out", "--resume", "--corpus"),
-    "train-draft": ("--out", "--resume", "--corpus"),
     "heads inspect": ("", "x --json"),
 }
 NO_NAMES = {
@@ -124,7 +123,6 @@ CHEAP = """
     verify nowhere
     verify --tokens nowhere
     train --corpus ./nowhere
-    train-draft --corpus ./nowhere
     train --resume nowhere
 """
 

@@ -1,5 +1,4 @@
-"""``tswift train`` and ``train-draft``: what they print, how they are stopped,
-what breaks on the way.
+"""``tswift train``: what it prints, how it is stopped, what breaks on the way.
 
 What is refused is in ``tests/cli/bad_inputs``.
 """
@@ -24,20 +23,9 @@ from tswift.training.data import Documents
 NUMBER = r"\d+\.\d{3}"
 
 
-def words_of(tiny: Tiny, *more, command: str = "train") -> list[object]:
+def words_of(tiny: Tiny, *more) -> list[object]:
     how = "--seq-len 64 --batch 2 --accumulate 1 --steps 4 --device cpu --out new"
-    return [command, f"--corpus {tiny.corpus} --model {tiny.model} {how}", *more]
-
-
-def check_folder(tswift, tiny: Tiny, command: str, title: str, drafts: str):
-    """Its record, that generate takes what was trained,
-    and that a finished training is said again.
-    """
-    assert read_json(Path("new/train.json"))["command"][:2] == ["tswift", command]
-    tswift(f"generate --model {tiny.model} {drafts} new --len 8 --prompt-text Once").ok()
-    result = tswift(command, "--resume new")
-    assert (result.code, result.text.splitlines()[0]) == (0, title)
-    assert "the training in new is finished" in result.err
+    return ["train", f"--corpus {tiny.corpus} --model {tiny.model} {how}", *more]
 
 
 @pytest.mark.slow
@@ -63,24 +51,11 @@ def test_heads_are_said_and_measured(tswift, tiny):
     assert "written: new/heads.safetensors\n" in result.err
     assert result.err.endswith("train --resume new --install puts them where --model finds them\n")
     assert Path("new/heads.safetensors").stat().st_mode == Path("new/train.json").stat().st_mode
-    check_folder(tswift, tiny, "train", title, "--heads")
-
-
-@pytest.mark.slow
-def test_a_draft_model_is_said_and_measured(tswift, tiny):
-    result = tswift(*words_of(tiny, "--reach", 500, command="train-draft")).ok()
-    title, columns, loss, same, note = result.text.splitlines()
-    assert title == "A draft model after 4 steps, and the model that it drafts for"
-    assert columns.split() == ["untrained", "trained", "the", "model"]
-    assert re.fullmatch(rf"\s*loss on held-out text(\s+{NUMBER}){{3}}", loss)
-    assert re.fullmatch(rf"\s*draws the same token(\s+{NUMBER}){{2}}\s+1\.000", same)
-    assert note.startswith("Same token: both draw by the defaults")
-    assert re.search(r"draft model of [\d,]+ parameters, 500 positions", result.err)
-    assert result.err.endswith("written: new/model.safetensors\n")
-    check_folder(tswift, tiny, "train-draft", title, "--draft-model")
-    result = tswift("train --resume new")
-    assert (result.code, result.out) == (2, b"")
-    assert "--resume: new/train.json is of kind train-draft" in result.err
+    assert read_json(Path("new/train.json"))["command"][:2] == ["tswift", "train"]
+    tswift(f"generate --model {tiny.model} --heads new --len 8 --prompt-text Once").ok()
+    result = tswift("train --resume new")  # it is finished, and said again
+    assert (result.code, result.text.splitlines()[0]) == (0, title)
+    assert "the training in new is finished" in result.err
 
 
 def test_defaults_of_a_cpu(tswift, tiny, monkeypatch):
@@ -100,28 +75,23 @@ def test_defaults_of_a_cpu(tswift, tiny, monkeypatch):
         "6 of 25 documents are too short, of 64 tokens at most, and left out; a lower --seq-len "
         "keeps them"
     )
-    result = tswift("train-draft", words, "--batch 1 --steps 2")
-    assert (result.code, result.err.count("on a CPU")) == (0, 0), result.err
 
 
 @pytest.mark.usefixtures("signals_heard")
-@pytest.mark.parametrize(
-    ("command", "number"), [("train", signal.SIGINT), ("train-draft", signal.SIGTERM)]
-)
-def test_a_signal_is_told_with_the_way_on(tswift, tiny, monkeypatch, command, number):
+def test_a_signal_is_told_with_the_way_on(tswift, tiny, monkeypatch):
     batch = Documents.batch
 
     def interrupted(self, rows, length, key):
-        if key in ((0, 2), (0, 1, 0)):  # the first row of the second step, or its batch
-            os.kill(os.getpid(), number)
+        if key == (0, 2):  # the first row of the second step
+            os.kill(os.getpid(), signal.SIGINT)
         return batch(self, rows, length, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(Documents, "batch", interrupted)
-        result = tswift(*words_of(tiny, command=command))
-    assert (result.code, result.out) == (128 + number, b"")
-    assert result.err.endswith(f"interrupted after step 2; tswift {command} --resume new goes on\n")
-    result = tswift(command, "--resume new --quiet")
+        result = tswift(*words_of(tiny))
+    assert (result.code, result.out) == (130, b"")
+    assert result.err.endswith("interrupted after step 2; tswift train --resume new goes on\n")
+    result = tswift("train --resume new --quiet")
     assert (result.code, result.err) == (0, "")
 
 
@@ -175,7 +145,7 @@ def test_texts_beyond_the_models_positions(tswift, tiny):
 def test_a_mistyped_option_does_not_wait_for_torch():
     code = "import sys; from tswift.cli import main; "
     code += "codes = main('train --corpus x --kind odd'.split()), "
-    code += "main('train-draft --corpus x --lr 0'.split()); "
+    code += "main('train --corpus x --lr 0'.split()); "
     code += "sys.exit(codes != (2, 2) or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import tswift
+from recipes.agreement import read_logits
 from tests.helpers import round_single_rows, tokens_of
 from tswift.caches import FullKV
 from tswift.decoding.audit import Audit, audit
 from tswift.engine import Request, begin
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
-from tswift.training.agreement import read_logits
 
 pytestmark = pytest.mark.slow
 PARAMS = SamplingParams(window=100)  # shorter than prompt and text, so that its length matters

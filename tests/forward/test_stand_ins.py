@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from recipes.pretrain import CAUSAL
 from tests.helpers import CPU, seeded
 from tswift.caches import KVShape, WindowKV
 from tswift.forward import hf, recurrent
 from tswift.speculators import window_layers
-from tswift.training.losses import CAUSAL
 
 NEWER: dict[str, Any] = {"kwargs": {"one": 1}, "unheard_of": 2}  # as 5.24 began to, and another
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tswift
+from recipes.agreement import measure_agreement
 from tests.helpers import METHODS
 from tswift.decoding.stats import DecodeStats
 from tswift.drafting.options import DraftOptions
@@ -22,7 +23,6 @@ from tswift.loading.model import LoadedModel
 from tswift.models.config import DEMO_DRAFT
 from tswift.models.hashes import fingerprint_of
 from tswift.sampling.parameters import SamplingParams
-from tswift.training.agreement import measure_agreement
 
 FOLDER = Path(tswift.__file__).parent / "models" / "demo"
 DRAFT = FOLDER / "draft"

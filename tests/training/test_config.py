@@ -9,99 +9,66 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import LlamaConfig
 
 from tests.helpers import refused
-from tswift.models.architecture import skeleton
 from tswift.options import options_of, type_of
-from tswift.training.config import SHAPES, DraftConfig, HeadsConfig
+from tswift.training.config import HeadsConfig
 
 SCHEDULE = ("seq_len", "batch", "accumulate", "steps", "minutes")
 
 
 @pytest.mark.parametrize(
-    ("kind", "typed", "schedule"),
+    ("typed", "schedule"),
     [
-        (HeadsConfig, None, (8192, 3, 10, 200, None)),  # table 9
-        (DraftConfig, None, (512, 16, 1, 200, None)),
-        (HeadsConfig, {}, (1024, 2, 1, None, 5.0)),
-        (HeadsConfig, {"seq_len": 8192, "batch": 3, "steps": 7}, (8192, 3, 1, 7, None)),
-        (HeadsConfig, {"minutes": 1.0}, (1024, 2, 1, None, 1.0)),
-        (DraftConfig, {}, (512, 8, 1, None, 5.0)),
+        (None, (8192, 3, 10, 200, None)),  # table 9
+        ({}, (1024, 2, 1, None, 5.0)),
+        ({"seq_len": 8192, "batch": 3, "steps": 7}, (8192, 3, 1, 7, None)),
+        ({"minutes": 1.0}, (1024, 2, 1, None, 1.0)),
     ],
 )
-def test_defaults_of_a_gpu_and_of_a_cpu(kind, typed, schedule):
-    chosen = {} if typed is None else typed | kind.cpu_defaults(typed)
-    config = kind("x", **chosen).resolved()
+def test_defaults_of_a_gpu_and_of_a_cpu(typed, schedule):
+    chosen = {} if typed is None else typed | HeadsConfig.cpu_defaults(typed)
+    config = HeadsConfig("x", **chosen).resolved()
     assert tuple(getattr(config, name) for name in SCHEDULE) == schedule
     assert config.step_tokens == math.prod(schedule[:3])
-    options = {each.name: carried for each, carried in options_of(kind)}
-    for name, value in kind.ON_CPU.items():
+    options = {each.name: carried for each, carried in options_of(HeadsConfig)}
+    for name, value in HeadsConfig.ON_CPU.items():
         shown = f"{value:,}" if type(value) is int else f"{value:g}"
         assert shown in str(options["steps" if name == "minutes" else name].shown)
 
 
-def test_the_shape_of_table_11():
-    """Its rows, as the paper's appendix has them, and the number in its title."""
-    table = {
-        "hidden_size": 768,
-        "hidden_act": "silu",
-        "intermediate_size": 3072,
-        "max_position_embeddings": 2048,
-    }
-    table |= {"num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 128_256}
-    config = LlamaConfig(**SHAPES["205m"])
-    assert {name: getattr(config, name) for name in table} == table
-    assert config.rope_parameters["rope_theta"] == 500_000
-    sizes = {
-        name: sum(weight.numel() for weight in skeleton(LlamaConfig(**shape)).parameters())
-        for name, shape in SHAPES.items()
-    }
-    assert sizes == {"205m": 215_879_424, "demo": 491_904}
-    assert sizes["205m"] >> 20 == 205
-
-
-@pytest.mark.parametrize("kind", [HeadsConfig, DraftConfig])
-def test_every_number_has_a_range_and_every_choice_is_taken(kind):
-    for item, carried in options_of(kind):
-        if type_of(kind, item.name)[0] is not str:
+def test_every_number_has_a_range_and_every_choice_is_taken():
+    for item, carried in options_of(HeadsConfig):
+        if type_of(HeadsConfig, item.name)[0] is not str:
             bad = carried.above if carried.least is None else carried.least - 1
             with refused(rf"^{item.name}: must be .*, got "):
-                kind("x", **{item.name: bad})
+                HeadsConfig("x", **{item.name: bad})
         for value in carried.choices:
-            assert getattr(kind("x", **{item.name: value}), item.name) == value
+            assert getattr(HeadsConfig("x", **{item.name: value}), item.name) == value
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "message"),
+    ("values", "message"),
     [
-        (HeadsConfig, {"seq_len": 4}, "seq_len: must be at least 5, got 4"),
-        (HeadsConfig, {"seed": 2**63}, "seed: must be at most 9,223,372,036,854,775,807, got"),
+        ({"seq_len": 4}, "seq_len: must be at least 5, got 4"),
+        ({"seed": 2**63}, "seed: must be at most 9,223,372,036,854,775,807, got"),
         (
-            HeadsConfig,
             {"dtype": "float16"},
             "dtype: must be one of auto, float32, float64, bfloat16, got 'float16'",
         ),
         (
-            HeadsConfig,
             {"steps": 1, "minutes": 1.0},
             "minutes: cannot be given together with --steps",
         ),
         (
-            HeadsConfig,
             {"model": "shape:llama3.1-8b"},
             "model: shape:llama3.1-8b has random weights",
         ),
-        (
-            DraftConfig,
-            {"shape": "205m", "seq_len": 4096},
-            "seq_len: is 4,096, the draft model is to have 2,048",
-        ),
     ],
 )
-def test_what_is_refused(kind, values, message):
+def test_what_is_refused(values, message):
     with refused(rf"^{re.escape(message)}"):
-        kind("x", **values)
+        HeadsConfig("x", **values)
 
 
 def test_resolved_settings_hold_in_another_folder(tmp_path, monkeypatch):

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from recipes.corpus import load_documents, random_rows
+from recipes.corpus import jumping_positions, load_documents, random_rows
 from tests.helpers import refused
 from tests.training.tiny import LONG, SHORT, Tiny
 from tswift.training.config import HeadsConfig
-from tswift.training.data import Documents, jumping_positions, prepare
+from tswift.training.data import Documents, prepare
 
 LENGTH = 96
 

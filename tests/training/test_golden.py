@@ -1,4 +1,4 @@
-"""What users of ``train`` and ``train-draft`` see, all of it through the command line,
+"""What users of ``train`` see, all of it through the command line,
 against golden.json.
 
 With TSWIFT_GOLDEN=write that file is written anew, after a change that is meant to be seen.
@@ -26,7 +26,6 @@ RUNS = {
         for kind in ("chained", "conditioned")
         for objective in ("text", "distill")
     },
-    "draft text": "train-draft --reach 500",
 }
 SHORT = (
     "--seq-len 64 --batch 2 --accumulate 2 --steps 3 --warmup 2 --eval-every 2 --device cpu --out "

@@ -15,18 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipes import demo_draft
-from recipes.demo_draft import agreements
-from tests.helpers import CPU, HIDDEN, VOCAB, first, seeded, tiny_heads, tiny_llama, tiny_target
+from recipes.pretrain import CAUSAL, muon
+from tests.helpers import HIDDEN, VOCAB, seeded, tiny_heads, tiny_llama, tiny_target
 from tswift.forward.target import Target
-from tswift.sampling.parameters import SamplingParams
-from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, Heads
-from tswift.training import agreement
-from tswift.training.agreement import measure_agreement
 from tswift.training.config import OBJECTIVES
-from tswift.training.losses import CAUSAL, DraftLoss, HeadsLoss, Metrics
-from tswift.training.tasks import Trainer, learning_rate, muon
+from tswift.training.losses import HeadsLoss, Metrics
+from tswift.training.tasks import Trainer, learning_rate
 from tswift.training.teacher import teach
 
 ROWS, LENGTH, COUNT = 2, 23, 3
@@ -47,20 +42,6 @@ def stock() -> LlamaForCausalLM:
     model = tiny_llama("gqa", torch.float64).requires_grad_(False)
     model.set_attn_implementation(CAUSAL)
     return model
-
-
-def changed(share: float, seed: int) -> LlamaForCausalLM:
-    """The stock model with other weights."""
-    network = tiny_llama("gqa", torch.float64)
-    generator = seeded(seed)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight += (
-                share
-                * weight.std()
-                * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            )
-    return network.requires_grad_(True)
 
 
 def hits_of(logits: Tensor, tokens: Tensor) -> list[float]:
@@ -131,21 +112,6 @@ def test_heads_learn_in_stretches_as_in_one_piece(kind, objective):
     assert HeadsLoss(heads, tiny_target(), objective)(*taught).positions == ROWS * USED
 
 
-def test_a_draft_model_learns_in_stretches_as_in_one_piece():
-    network = changed(0.02, 3)
-    network.set_attn_implementation(CAUSAL)
-    found = network(input_ids=IDS, position_ids=JUMPING, use_cache=False)
-    logits = found.logits[:, :-1].flatten(0, 1)
-    follows = IDS[:, 1:].flatten()
-    check(
-        network,
-        lambda most: DraftLoss(network, most)(IDS, JUMPING),
-        (1 << 20, 2 * ROWS * VOCAB, 1),
-        F.cross_entropy(logits, follows, reduction="sum")[None],
-        [hits_of(logits, follows)],
-    )
-
-
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that any operator has made,
     weights and views of weights apart.
@@ -160,7 +126,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("what", first(2, ["text", "distill", "draft"]))
+@pytest.mark.parametrize("what", OBJECTIVES)
 def test_no_more_logits_than_there_is_room_for(what):
     vocabulary, hidden, length = 10_000, 300, 515
     config = LlamaConfig(
@@ -176,14 +142,8 @@ def test_no_more_logits_than_there_is_room_for(what):
     target = Target(LlamaForCausalLM(config))
     most = 40 * vocabulary
     ids = torch.randint(vocabulary, (1, length))
-    if what == "draft":
-        network = LlamaForCausalLM(config)
-        network.set_attn_implementation(CAUSAL)
-        loss = DraftLoss(network, most)
-        given = (ids, None)
-    else:
-        loss = HeadsLoss(HEAD_TYPES["conditioned"](hidden, 1), target, what, most)
-        given = teach(target, ids, count=64 * (what == "distill"))
+    loss = HeadsLoss(HEAD_TYPES["conditioned"](hidden, 1), target, what, most)
+    given = teach(target, ids, count=64 * (what == "distill"))
     with Largest() as largest:
         loss(*given).loss.sum().backward()
     states = length * 2 * hidden  # what a conditioned head makes of a row
@@ -226,58 +186,3 @@ def test_a_state_is_gone_on_with_and_another_ones_is_refused():
     heads = heads_of("chained")
     with pytest.raises(KeyError, match=r"linear\.weight"):
         Trainer(heads, [torch.optim.AdamW(heads.parameters())], "draft").load(half)
-
-
-# -------------------------------------------------------------------------------------------------
-# How often two models draw the same, against drawing token by token
-
-
-@pytest.mark.parametrize(
-    "params", [SamplingParams(window=30, penalty=4), SamplingParams(penalty=1, min_p=0)]
-)
-def test_agreement_counts_tokens_that_both_draw(params, monkeypatch):
-    monkeypatch.setattr(agreement, "_ROWS", 7)
-    monkeypatch.setattr(demo_draft, "_ROWS", 7)
-    large = stock()
-    small = changed(0.3, 5)
-    text = torch.randint(VOCAB, (140,), generator=seeded(5)).tolist()
-    all_logits = [model(torch.tensor([text])).logits[0].float() for model in (large, small)]
-    target, draft = Target(tiny_llama("gqa", torch.float64)), Target(small)
-    scores = agreements(target, draft, text, (0, 70), 60, params, recent=140)
-    for (whole, recent), start in zip(scores, (0, 70), strict=True):
-        assert recent == whole  # so many that they are the whole text
-        same = 0
-        for node in range(start, start + 60):
-            sampler = Sampler(params, 0, large.config.vocab_size, CPU)
-            sampler.extend(text[: node + 1])
-            seen = sampler.seen(
-                torch.tensor([text[node]]), torch.tensor([node]), torch.ones(1, 1, dtype=torch.bool)
-            )
-            one, other = (
-                sampler.draw(logits[node : node + 1], seen, [node + 1]) for logits in all_logits
-            )
-            same += one == other
-        goal = torch.tensor(text[start + 1 : start + 61])
-        target_loss, loss = (
-            F.cross_entropy(logits[start : start + 60], goal).item() for logits in all_logits
-        )
-        assert whole == pytest.approx(
-            {"loss": loss, "target_loss": target_loss, "agreement": same / 60}, abs=1e-5
-        )
-        assert 0 < same < 60
-    assert measure_agreement(target, draft, text[:61], params) == scores[0][0]
-
-
-def test_recent_tokens_are_read_at_their_own_positions():
-    small = tiny_llama("gqa", torch.float64)
-    text = torch.randint(small.config.vocab_size, (400,), generator=seeded(5)).tolist()
-    ((whole, recent),) = agreements(
-        Target(small), Target(small), text, (390,), 5, SamplingParams(), recent=16
-    )
-    positions = torch.arange(374, 395).unsqueeze(0)
-    logits = tiny_llama("gqa", torch.float64)(
-        torch.tensor([text[374:395]]), position_ids=positions
-    ).logits[0, 16:]
-    wanted = F.cross_entropy(logits.float(), torch.tensor(text[391:396]))
-    assert recent["loss"] == pytest.approx(wanted.item(), abs=1e-5)
-    assert recent["loss"] != pytest.approx(whole["loss"], abs=1e-3)

@@ -16,13 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tswift
 from recipes import demo, demo_draft, texts
+from recipes.draft import DraftPlan
 from recipes.heads import HeadsPlan, train_heads, write_text
 from recipes.pretrain import Plan, head_losses, pretrain
 from tests.helpers import HIDDEN, refused, tiny_llama
 from tswift.sampling.parameters import SamplingParams
 from tswift.speculators.heads import HEAD_TYPES, ChainedHeads
-from tswift.training.config import DraftConfig
-from tswift.training.run import Outcome
 
 WORDS = [
     *"abcdefgh",
@@ -111,9 +110,7 @@ def test_the_recipe_makes_a_draft_model(tmp_path, corpus, monkeypatch):
         tmp_path / "out",
     )
     demo_draft.keep_documents(str(corpus), path)
-    config = DraftConfig(
-        str(path.parent), seq_len=32, batch=2, steps=3, warmup=1, held_out=1, device="cpu"
-    )
+    config = DraftPlan(str(path.parent), 3, row=32, batch=2, warmup=1, held_out=1)
     demo_draft.build(str(corpus), out, work, config, "Weather")
     card = (out / "README.md").read_text()
     weights = (out / "model.safetensors").read_bytes()
@@ -123,16 +120,6 @@ def test_the_recipe_makes_a_draft_model(tmp_path, corpus, monkeypatch):
     assert tswift.load(draft_model=str(out)).draft.max_positions == 131_072
     demo_draft.build(str(corpus), out, work, config, "Weather")  # it is finished
     assert (out / "model.safetensors").read_bytes() == weights
-
-
-def test_what_was_interrupted_is_no_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_draft, "load_documents", lambda corpus: ["a text"] * 50)
-    monkeypatch.setattr(
-        demo_draft, "train", lambda *given: Outcome(tmp_path, DraftConfig("x"), 3, None, None, 15)
-    )
-    with refused(r"^--work: the training was interrupted; the same command goes on"):
-        demo_draft.build("x", tmp_path / "out", tmp_path / "work", DraftConfig("x"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_pretraining_lowers_the_loss_of_model_and_heads():

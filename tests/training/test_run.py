@@ -26,44 +26,31 @@ from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tests.words import words_of
 from tswift.cli import main
-from tswift.distributed import Dist, open_ranks
+from tswift.distributed import open_ranks
 from tswift.errors import DecodeError, InputError
 from tswift.files import LOCK
-from tswift.speculators.drafter_files import describe_drafter
 from tswift.tables import Reporter
 from tswift.training import run as module
-from tswift.training.config import DraftConfig, HeadsConfig
+from tswift.training.config import HeadsConfig
 from tswift.training.data import Documents
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
-from tswift.training.tasks import HEADS, MODEL, TEACHER, DraftTrainee
+from tswift.training.tasks import HEADS, TEACHER
 
 STEPS = 6
-OPTIONS: dict[str, dict[str, Any]] = {
-    "heads": {
-        "batch": 2,
-        "lr": 1e-2,
-        "alpha_tokens": 0,
-        "keep_tokens": 10 * 64,
-        "draft_vocabulary": 200,
-    },
-    "lm": {"batch": 4, "reach": 1000},
-}
-RESULT = {"heads": HEADS, "lm": MODEL}
 
 
-def config_of(what: str, tiny: Tiny, /, **changes) -> HeadsConfig | DraftConfig:
-    """Short settings of a training of heads, of a language model."""
-    common = {
+def config_of(tiny: Tiny, **changes) -> HeadsConfig:
+    """Short settings."""
+    common: dict[str, Any] = {
         "corpus": str(tiny.corpus),
         "model": str(tiny.model),
         "seq_len": 64,
         "steps": STEPS,
         "accumulate": 2,
     }
-    common |= {"warmup": 2, "eval_every": 2, "device": "cpu"}
-    return (HeadsConfig if what == "heads" else DraftConfig)(
-        **{**common, **OPTIONS[what], **changes}
-    )
+    common |= {"warmup": 2, "eval_every": 2, "device": "cpu", "batch": 2, "lr": 1e-2}
+    common |= {"alpha_tokens": 0, "keep_tokens": 10 * 64, "draft_vocabulary": 200}
+    return HeadsConfig(**{**common, **changes})
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -72,14 +59,14 @@ def lines_of(folder: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
-def same(first: Path, second: Path, kind: str):
+def same(first: Path, second: Path):
     """Two trainings have the same weights, optimizer states, result and log, bit for bit."""
     ours, theirs = load_file(first / CHECKPOINT), load_file(second / CHECKPOINT)
     assert ours.keys() == theirs.keys()
     assert any(name.startswith("optimizer.0.") for name in ours)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-    assert (first / RESULT[kind]).read_bytes() == (second / RESULT[kind]).read_bytes()
+    assert (first / HEADS).read_bytes() == (second / HEADS).read_bytes()
     assert lines_of(first) == lines_of(second)
 
 
@@ -96,91 +83,40 @@ class StopAt(Reporter):
             os.kill(os.getpid(), self.what)
 
 
-@pytest.mark.parametrize(
-    ("what", "changes", "less", "option", "method"),
-    first(
-        1,
-        [
-            (
-                "heads",
-                {"kind": "chained", "objective": "distill", "steps": 20, "batch": 4},
-                0.1,
-                "heads",
-                "tokenswift",
-            ),
-            ("heads", {"steps": 20, "batch": 4}, 0.1, "heads", "tokenswift"),
-            ("lm", {"steps": 15}, 1.5, "draft_model", "standalone"),
-        ],
-    ),
-)
-def test_what_is_trained_learns_and_drafts_for_its_model(
-    tiny, tmp_path, what, changes, less, option, method
-):
-    alpha = {"alpha_tokens": 100} if what == "heads" else {}
-    config = config_of(what, tiny, **{"accumulate": 1, "eval_every": 0, **alpha, **changes})
+@pytest.mark.parametrize("changes", first(1, [{"kind": "chained", "objective": "distill"}, {}]))
+def test_what_is_trained_learns_and_drafts_for_its_model(tiny, tmp_path, changes):
+    more = {"accumulate": 1, "eval_every": 0, "alpha_tokens": 100, "steps": 20, "batch": 4}
+    config = config_of(tiny, **more, **changes)
     weights = (Path(config.model) / "model.safetensors").read_bytes()
     outcome = train(config, tmp_path / "out")
     before, after = outcome.before, outcome.after
     assert (outcome.steps, outcome.signum) == (config.steps, None)
-    assert (np.array(after["loss"]) < np.array(before["loss"]) - less).all()
-    if what == "lm":
-        assert after["target_loss"] == before["target_loss"] < after["loss"]
-        assert after["agreement"] > before["agreement"] + 0.2
-    elif what == "heads":
-        # of all heads together: of 60 places, one head's best 3 may be no better on some processor
-        assert np.array(after["top"])[:, 2].sum() > np.array(before["top"])[:, 2].sum() + 0.1
-        assert (np.diff(after["top"]) >= 0).all()
-        assert after["alpha"] > before["alpha"] + 0.08
-        assert after["tokens_per_step"] == pytest.approx(1 + 4 * after["alpha"], abs=0.15)
-    else:
-        about = describe_drafter(tmp_path / "out")
-        assert (about["layout"], about["kind"], about["count"]) == (
-            "DeepSpec",
-            "dspark",
-            len(after["loss"]),
-        )
-        assert (about["taps"], about["markov"]) == ((1,), f"{config.markov}, rank 8")
-    weights_kept = load_file(tmp_path / "out" / RESULT[what])
-    drafted = weights_kept.pop("draft_ids", None)
-    assert (drafted is not None) == (what == "heads")
+    assert (np.array(after["loss"]) < np.array(before["loss"]) - 0.1).all()
+    # of all heads together: of 60 places, one head's best 3 may be no better on some processor
+    assert np.array(after["top"])[:, 2].sum() > np.array(before["top"])[:, 2].sum() + 0.1
+    assert (np.diff(after["top"]) >= 0).all()
+    assert after["alpha"] > before["alpha"] + 0.08
+    assert after["tokens_per_step"] == pytest.approx(1 + 4 * after["alpha"], abs=0.15)
+    weights_kept = load_file(tmp_path / "out" / HEADS)
+    del weights_kept["draft_ids"]
     assert {value.dtype for value in weights_kept.values()} == {torch.bfloat16}
-    result = tmp_path / "out" / (HEADS if what == "heads" else "")
-    model = tswift.load(config.model, dtype="float64", **{option: str(result)})
+    model = tswift.load(config.model, dtype="float64", heads=str(tmp_path / "out" / HEADS))
     texts = [
         [
             token
             for step in tswift.generate(model, "the ship", 40, method=each)
             for token in step.tokens
         ]
-        for each in ("ar", method)
+        for each in ("ar", "tokenswift")
     ]
     assert texts[0] == texts[1]
     assert (Path(config.model) / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_trains_beside_a_model_in_bfloat16(tiny, tmp_path, kind):
-    train(
-        config_of(kind, tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), tmp_path / "out"
-    )
-    assert (tmp_path / "out" / RESULT[kind]).exists()
-
-
-def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny):
-    model = tswift.load(str(tiny.model), device="cpu")
-
-    def places(key, reach):
-        documents = Documents(None, np.array([]), np.array([]), np.array([]), 0, ())
-        return DraftTrainee(
-            config_of("lm", tiny, reach=reach), model, documents, Dist(), Reporter(), Path()
-        ).places(40, key)[0]
-
-    seen, again, other = (places(key, 100_000) for key in ((1, 2, 3), (1, 2, 3), (1, 2, 4)))
-    assert 30_000 < seen.max() < 100_000
-    assert torch.equal(seen, again)
-    assert not torch.equal(seen, other)
-    assert places((1, 2, 3), 65) is None
+def test_trains_beside_a_model_in_bfloat16(tiny, tmp_path):
+    train(config_of(tiny, steps=1, accumulate=1, warmup=0, dtype="bfloat16"), tmp_path / "out")
+    assert (tmp_path / "out" / HEADS).exists()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -188,35 +124,30 @@ def test_rows_jump_as_far_as_the_draft_model_is_to_reach(tiny):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory) -> dict[str, Path]:
-    """The folders of trainings that nothing interrupted."""
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in OPTIONS}
-    for kind, folder in folders.items():
-        assert train(config_of(kind, tiny), folder).signum is None
-        assert [line["step"] for line in lines_of(folder)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
-    return folders
+def whole(tiny: Tiny, tmp_path_factory) -> Path:
+    """The folder of a training that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("heads")
+    assert train(config_of(tiny), folder).signum is None
+    assert [line["step"] for line in lines_of(folder)] == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+    return Path(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("signals_heard")
-@pytest.mark.parametrize(
-    ("kind", "number"), first(1, [("heads", signal.SIGHUP), ("lm", signal.SIGTERM)])
-)
-def test_stopped_by_a_signal_and_gone_on_with(tiny, whole, tmp_path, kind, number):
+@pytest.mark.parametrize("number", first(1, [signal.SIGHUP, signal.SIGTERM]))
+def test_stopped_by_a_signal_and_gone_on_with(tiny, whole, tmp_path, number):
     out = tmp_path / "out"
-    config = config_of(kind, tiny)
+    config = config_of(tiny)
     outcome = train(config, out, StopAt(3, number))
     assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
     assert read_json(out / RECORD)["state"] == "interrupted"
-    assert not (out / RESULT[kind]).exists()
+    assert not (out / HEADS).exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    outcome = resume(type(config), out)
+    outcome = resume(out)
     assert (outcome.steps, outcome.signum) == (STEPS, None)
-    same(out, whole[kind], kind)
+    same(out, whole)
     assert not [path for path in out.iterdir() if path.is_dir() or path.name.endswith(".new")]
-    assert resume(type(config), out) == outcome  # finished: nothing to do
-    with refused(rf"^resume: .*train\.json is of kind {config.COMMAND}"):
-        resume(DraftConfig if kind == "heads" else HeadsConfig, out)
+    assert resume(out) == outcome  # finished: nothing to do
 
 
 @pytest.mark.usefixtures("signals_heard")
@@ -231,10 +162,10 @@ def test_stopped_within_a_step_and_gone_on_with(tiny, whole, tmp_path, monkeypat
         return batch(self, rows, length, key)
 
     monkeypatch.setattr(Documents, "batch", interrupted)
-    assert train(config_of("heads", tiny), tmp_path / "out").steps == 2
-    resume(HeadsConfig, tmp_path / "out")
+    assert train(config_of(tiny), tmp_path / "out").steps == 2
+    resume(tmp_path / "out")
     assert keys == [(0, number) for number in range(10)]  # none passes the model twice
-    same(tmp_path / "out", whole["heads"], "heads")
+    same(tmp_path / "out", whole)
 
 
 def test_minutes_include_evaluation(tiny, tmp_path, monkeypatch):
@@ -255,17 +186,17 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
 ):
     out = tmp_path / "out"
     with pytest.raises(ZeroDivisionError):  # like a kill: nothing is saved on the way out
-        train(config_of("heads", tiny, **saving), out, StopAt(last + 1, ZeroDivisionError()))
+        train(config_of(tiny, **saving), out, StopAt(last + 1, ZeroDivisionError()))
     with (out / METRICS).open("a") as log:
         log.write('{"step": 6, "lo')  # torn
-    checkpoint = TrainFolder(out, "train").load_checkpoint()
+    checkpoint = TrainFolder(out).load_checkpoint()
     assert (checkpoint[1] if checkpoint else 0) == last
-    resume(HeadsConfig, out)
-    same(out, whole["heads"], "heads")
+    resume(out)
+    same(out, whole)
 
 
 def test_time_can_end_it(tiny, tmp_path):
-    config = config_of("heads", tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0)
+    config = config_of(tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0)
     outcome = train(config, tmp_path / "out")
     lines = [
         json.loads(line)
@@ -288,7 +219,7 @@ def cut(tiny: Tiny, tmp_path_factory) -> Path:
     """The folder of a training of heads that was interrupted."""
     folder = tmp_path_factory.mktemp("cut")
     with signals_heard():
-        train(config_of("heads", tiny), folder, StopAt(2, signal.SIGINT))
+        train(config_of(tiny), folder, StopAt(2, signal.SIGINT))
     return folder
 
 
@@ -304,15 +235,15 @@ def test_a_model_and_a_corpus_that_were_moved(tiny, whole, out, tmp_path):
         for name in ("model", "corpus")
     }
     with refused(r"^lr: the training in .* was begun with 0\.01, got 0\.5$"):
-        resume(HeadsConfig, out, moved | {"lr": 0.5})
+        resume(out, moved | {"lr": 0.5})
     text = max((tmp_path / "corpus").iterdir(), key=lambda path: path.stat().st_size)
     before = text.read_text()
     text.write_text(before + " And one word more.")
     with refused(r"^corpus: the corpus changed since the training in "):
-        resume(HeadsConfig, out, moved)
+        resume(out, moved)
     text.write_text(before)
-    assert resume(HeadsConfig, out, moved | {"steps": STEPS, "alpha_tokens": 0}).steps == STEPS
-    same(out, whole["heads"], "heads")
+    assert resume(out, moved | {"steps": STEPS, "alpha_tokens": 0}).steps == STEPS
+    same(out, whole)
     plan = read_json(out / RECORD)["plan"]
     assert {name: plan[name] for name in moved} == moved
 
@@ -333,6 +264,7 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny, out, tmp_path):
     rows.append(
         ({"plan": record["plan"] | {"kind": "odd"}}, "resume: .* holds a plan that is damaged")
     )
+    rows.append(({"kind": "train-draft"}, r"resume: .*train\.json is of kind train-draft"))
     damaged = r"resume: .*train\.json is damaged$"
     for text, message in [(json.dumps(record | new), told) for new, told in rows] + [
         ("{", damaged),
@@ -340,7 +272,7 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny, out, tmp_path):
     ]:
         (out / RECORD).write_text(text)
         with refused(f"^{message}"):
-            resume(HeadsConfig, out)
+            resume(out)
     (out / RECORD).write_text(json.dumps(record))
     for content in (
         (out / CHECKPOINT).read_bytes()[:-100],
@@ -349,9 +281,9 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny, out, tmp_path):
     ):
         (out / CHECKPOINT).write_bytes(content)
         with refused(r"^resume: .*checkpoint\.safetensors is damaged"):
-            resume(HeadsConfig, out)
+            resume(out)
     with refused(r"^resume: .* holds no training"):
-        resume(HeadsConfig, tmp_path)
+        resume(tmp_path)
 
 
 @pytest.mark.parametrize("name", [RECORD, METRICS, CHECKPOINT, LOCK, TEACHER.format(0)])
@@ -362,12 +294,12 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(out, tmp_path, name)
     before = (tmp_path / name).read_bytes()
     (out / name).symlink_to(tmp_path / name)
     with refused(rf"{name} cannot be used \(it is a link\)$"):
-        resume(HeadsConfig, out)
+        resume(out)
     assert (tmp_path / name).read_bytes() == before
     (out / name).unlink()
     os.mkfifo(out / name)
     with refused(rf"{name} cannot be used \(it is a named pipe\)$"):
-        resume(HeadsConfig, out)
+        resume(out)
 
 
 def test_a_link_is_not_written_through_and_a_second_process_is_refused(out, tmp_path):
@@ -375,9 +307,9 @@ def test_a_link_is_not_written_through_and_a_second_process_is_refused(out, tmp_
     precious.write_text("precious")
     for name in (CHECKPOINT, HEADS):
         (out / f"{name}.new").symlink_to(precious)
-    with TrainFolder(out, "train").locked(), refused(r"^resume: another process is training in "):
-        resume(HeadsConfig, out)
-    assert resume(HeadsConfig, out).after is not None
+    with TrainFolder(out).locked(), refused(r"^resume: another process is training in "):
+        resume(out)
+    assert resume(out).after is not None
     assert precious.read_text() == "precious"
     assert not [path for path in out.iterdir() if path.is_symlink()]
 
@@ -386,7 +318,7 @@ def test_a_loss_that_is_no_number_ends_it(tiny, tmp_path):
     with pytest.raises(
         DecodeError, match=r"^loss is NaN or infinite at step \d; a lower --lr may help"
     ):
-        train(config_of("heads", tiny, lr=1e30), tmp_path / "out")
+        train(config_of(tiny, lr=1e30), tmp_path / "out")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -396,7 +328,7 @@ def test_a_loss_that_is_no_number_ends_it(tiny, tmp_path):
 @pytest.mark.slow
 def test_two_processes_do_what_one_does_with_twice_the_batches(tiny, tmp_path):
     train(
-        config_of("heads", tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0),
+        config_of(tiny, dtype="float64", steps=3, accumulate=4, keep_tokens=0),
         tmp_path / "one",
     )
     words = (
@@ -449,7 +381,7 @@ def test_processes_that_cannot_work_together(monkeypatch, device, error, message
 
 @pytest.fixture
 def folder(tmp_path) -> TrainFolder:
-    made = TrainFolder(tmp_path / "a run", "train-draft")
+    made = TrainFolder(tmp_path / "a run")
     with made.created():
         made.write_record({"state": "running"})
     return made
@@ -468,9 +400,7 @@ def test_a_full_disk(folder, kept):
         save(folder)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     goes_on = (
-        f"; tswift train-draft --resume '{folder.path}' goes on from the last checkpoint"
-        if kept
-        else ""
+        f"; tswift train --resume '{folder.path}' goes on from the last checkpoint" if kept else ""
     )
 
     def full(path):
@@ -482,7 +412,7 @@ def test_a_full_disk(folder, kept):
 
     for name, reason, attempt in (
         (f"/{CHECKPOINT}", "No space left on device", lambda: folder.write(CHECKPOINT, full)),
-        ("", "Error while serializing: I/O error", lambda: folder.write_results(broken)),
+        (f"/{HEADS}", "Error while serializing: I/O error", lambda: folder.write(HEADS, broken)),
     ):
         with pytest.raises(
             DecodeError,
@@ -492,18 +422,9 @@ def test_a_full_disk(folder, kept):
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
 
 
-def test_weights_come_last(folder, monkeypatch):
-    written: list[str] = []
-    monkeypatch.setattr(folder, "write", lambda name, save: written.append(name))
-    folder.write_results(
-        lambda made: [(made / name).touch() for name in (MODEL, "a.json", "tokenizer.json")]
-    )
-    assert (len(written), written[-1]) == (3, MODEL)
-
-
 def test_names_and_folders_that_cannot_be(tmp_path, folder):
     with refused(r"^out: .* is no UTF-8"):
-        TrainFolder(tmp_path / os.fsdecode(b"d\xff"), "train").created().__enter__()
+        TrainFolder(tmp_path / os.fsdecode(b"d\xff")).created().__enter__()
     assert [*tmp_path.iterdir()] == [folder.path]
     shutil.rmtree(folder.path)
     for attempt in (

@@ -30,7 +30,7 @@ from tswift.cli.output import (
 )
 from tswift.cli.serve import serve
 from tswift.cli.tools import env, export_generate, heads, roofline, runs
-from tswift.cli.train import train, train_draft
+from tswift.cli.train import train
 from tswift.cli.verify import verify
 from tswift.errors import TRACEBACK, DecodeError, InputError
 
@@ -41,6 +41,8 @@ _OBJECTS = 50_000  # made between two looks for garbage: imports make millions t
 GONE = {
     "--draft-weights": "a copy of fewer bits hardly drafted faster (0.93 to 0.98 of a step's time "
     "on an H200); the text is the same without it",
+    "train-draft": "python -m recipes.draft in tswift's repository trains a small model to draft, "
+    "and --draft-model takes it",
 }
 
 
@@ -62,7 +64,6 @@ for each in (
     env,
     export_generate,
     train,
-    train_draft,
 ):
     app.command(help=_in_one_line(each))(each)
 app.add_typer(heads, name="heads")

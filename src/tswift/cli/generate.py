@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tswift.jobs.job import Job, Signals
 
 
-_TOGETHER = ("generate", "train", "train-draft")
+_TOGETHER = ("generate", "train")
 
 
 def several() -> bool:

@@ -1,10 +1,9 @@
-"""``tswift train`` and ``tswift train-draft``."""
+"""``tswift train``."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ from tswift.cli import options, output
 from tswift.cli.output import BAD_INPUT, Bars
 from tswift.errors import InputError
 from tswift.options import Values
-from tswift.training.config import TIMES, DraftConfig, HeadsConfig, TrainConfig, corpus_files
+from tswift.training.config import TIMES, HeadsConfig, corpus_files
 
 if TYPE_CHECKING:
     from tswift.tables import Table
@@ -30,17 +29,20 @@ Resume = Annotated[
 ]
 
 
-def _train(
-    kind: type[TrainConfig],
-    result: str,
-    grid: Callable[[Outcome], Table],
+@options.takes(HeadsConfig)
+def train(
     typed: options.Typed,
-    out: Path | None,
-    resume: Path | None,
-    quiet: bool,
-    progress: bool,
+    out: Out = None,
+    resume: Resume = None,
+    quiet: options.Quiet = False,
+    no_progress: options.NoProgress = False,
 ) -> None:
-    """Train, and show by ``grid`` what came of it; ``result`` is the file that counts."""
+    """Train heads that draft for a model, whose own weights stay as they are.
+    Required: --corpus, or --resume.
+
+    Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors,
+    figures and checkpoints. Under torchrun, gradients of all processes are averaged.
+    """
     if resume is not None and out is not None:
         raise InputError("goes on in the folder of --resume", "out")
     if resume is None and "corpus" not in typed.values:
@@ -49,7 +51,7 @@ def _train(
         )
         raise InputError(message, "corpus")
     # what is mistyped is refused before torch is imported
-    config = kind(**typed.of(kind)) if resume is None else None
+    config = HeadsConfig(**typed.of(HeadsConfig)) if resume is None else None
     if config is not None:
         corpus_files(config.corpus)
     elif not os.path.isdir(str(resume)):  # no error of a name that no file has
@@ -58,34 +60,35 @@ def _train(
     from tswift.distributed import find_ranks
     from tswift.models.devices import find_device
     from tswift.training import run as training
+    from tswift.training.tasks import HEADS
 
     first = find_ranks()[0] == 0
-    bars = Bars(quiet or not first, progress, single=True)
+    bars = Bars(quiet or not first, not no_progress, single=True)
     try:
         with bars:
             if config is not None:
                 on_cpu = find_device(config.device).type == "cpu"
-                chosen = kind.cpu_defaults(typed.values) if on_cpu else {}
-                config = kind(**typed.of(kind), **chosen)
+                chosen = HeadsConfig.cpu_defaults(typed.values) if on_cpu else {}
+                config = HeadsConfig(**typed.of(HeadsConfig), **chosen)
                 outcome = training.train(config, out, bars, typed.command, _note(chosen))
             else:
                 assert resume is not None
-                outcome = training.resume(kind, resume, typed.values, bars, typed.command)
+                outcome = training.resume(resume, typed.values, bars, typed.command)
     except InputError:
         if first:
             raise
         raise typer.Exit(BAD_INPUT) from None  # the first process says it
     if first and outcome.after:
-        output.show(grid(outcome))
+        output.show(_grid(outcome))
     if outcome.signum is not None:
         bars.say(
-            f"interrupted after step {outcome.steps:,}; tswift {kind.COMMAND} --resume "
+            f"interrupted after step {outcome.steps:,}; tswift train --resume "
             f"{shlex.quote(str(outcome.folder))} goes on"
         )
         raise typer.Exit(128 + outcome.signum)
-    bars.say(f"written: {outcome.folder / result}")
-    if first and isinstance(outcome.config, HeadsConfig):
-        _tell_use(outcome.config, outcome.folder / result, bars)
+    bars.say(f"written: {outcome.folder / HEADS}")
+    if first:
+        _tell_use(outcome.config, outcome.folder / HEADS, bars)
 
 
 def _note(chosen: Values) -> str | None:
@@ -110,13 +113,12 @@ def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:
         bars.say(f"tswift train --resume {folder} --install puts them where --model finds them")
 
 
-def _heads_grid(outcome: Outcome) -> Table:
+def _grid(outcome: Outcome) -> Table:
     from tswift.tables import Table
 
     before = outcome.before or {}
     after = outcome.after or {}
     config = outcome.config
-    assert isinstance(config, HeadsConfig)
     notes = []
     if before["alpha"] is not None and after["alpha"] is not None:
         notes = [
@@ -163,66 +165,3 @@ def _gain(before: Values, after: Values) -> list[str]:
     if faster < 1:
         notes.append("Drafting with these heads does not pay here yet: plain decoding is quicker.")
     return notes
-
-
-def _draft_grid(outcome: Outcome) -> Table:
-    from tswift.tables import Table
-
-    before = outcome.before or {}
-    after = outcome.after or {}
-    figures = {
-        "loss on held-out text": (before["loss"], after["loss"], after["target_loss"]),
-        "draws the same token": (before["agreement"], after["agreement"], 1.0),
-    }
-    rows = [[name, *(f"{value:.3f}" for value in values)] for name, values in figures.items()]
-    notes = [
-        "Same token: both draw by the defaults of generate, with the same noise, after the same "
-        "held-out text."
-    ]
-    title = f"A draft model after {outcome.steps:,} steps, and the model that it drafts for"
-    return Table(title, ["", "untrained", "trained", "the model"], rows, notes=notes)
-
-
-def _command(
-    name: str, kind: type[TrainConfig], result: str, grid: Callable[[Outcome], Table], help: str
-) -> Callable[..., None]:
-    """The command of a kind of training; ``result`` and ``grid`` are as of :func:`_train`."""
-
-    @options.takes(kind)
-    def command(
-        typed: options.Typed,
-        out: Out = None,
-        resume: Resume = None,
-        quiet: options.Quiet = False,
-        no_progress: options.NoProgress = False,
-    ) -> None:
-        _train(kind, result, grid, typed, out, resume, quiet, not no_progress)
-
-    command.__name__ = name
-    command.__doc__ = help
-    return command
-
-
-train = _command(
-    "train",
-    HeadsConfig,
-    "heads.safetensors",
-    _heads_grid,
-    """Train heads that draft for a model, whose own weights stay as they are.
-    Required: --corpus, or --resume.
-
-    Defaults are the paper's on a GPU, and smaller on a CPU. A folder takes heads.safetensors,
-    figures and checkpoints. Under torchrun, gradients of all processes are averaged.
-    """,
-)
-train_draft = _command(
-    "train_draft",
-    DraftConfig,
-    "model.safetensors",
-    _draft_grid,
-    """Train a small model that drafts for a model: for --draft-model.
-    Required: --corpus, or --resume.
-
-    It has the large one's vocabulary. A folder takes it, figures and checkpoints.
-    """,
-)

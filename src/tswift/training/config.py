@@ -10,82 +10,45 @@ from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from tswift.errors import InputError, Object, find_path
+from tswift.errors import InputError, find_path
 from tswift.models.config import DEMO, HEAD_KINDS, parse_dtype_name, refuse_shape
 from tswift.options import Values, check_options, option, options_of
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
 
 
-def _shape(
-    vocab: int,
-    hidden: int,
-    mlp: int,
-    positions: int,
-    layers: int,
-    heads: int,
-    theta: float,
-    **more: object,
-) -> Object:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "max_position_embeddings": positions,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        **more,
-    }
-
-
-# Published shapes of draft models; vocabulary and special tokens are the large model's.
-SHAPES: dict[str, Object] = {
-    # The paper's table 11. It says nothing of layers and embeddings; two layers and an LM head of
-    # its own, as the model of 68M parameters has that TriForce drafts with, make 205.9 x 2^20
-    # parameters with LLaMA3.1's vocabulary.
-    "205m": _shape(
-        128_256, 768, 3072, 2048, 2, 12, 500_000.0, hidden_act="silu", tie_word_embeddings=False
-    ),
-    # the bundled one's, half a million parameters with a vocabulary of 2,048
-    "demo": _shape(2048, 128, 512, 131_072, 1, 1, 100_000.0, head_dim=64, tie_word_embeddings=True),
-}
-
 _text = partial(option, panel="Text")
 _schedule = partial(option, panel="Schedule")
 _model = partial(option, panel="Model")
 _output = partial(option, panel="Output", free=True)
 _heads = partial(option, panel="Heads")
-_draft = partial(option, panel="Draft model")
-_seq_len = partial(_text, help="Tokens of a row; only longer documents are used.", least=2)
-_batch = partial(_schedule, help="Rows forwarded together.", least=1, most=1 << 20)
-_accumulate = partial(_schedule, help="Batches of a step, for each process.", least=1, most=1 << 20)
 
 _CORPUS = (
     "Required, but for --resume: a folder of .parquet or .txt files, one such file, or a hub id "
     "such as emozilla/pg19."
 )
 _DTYPES = ("auto", "float32", "float64", "bfloat16")
-_ALPHA_TOKENS = "Tokens decoded after each held-out text for alpha, before and after; 0 is none."
-_SHAPE_POSITIONS = "the shape's; 131,072 for demo, 2,048 for 205m"
 
-Config = TypeVar("Config", bound="TrainConfig")
 # of decoding the same number of tokens, with what was trained and without
 TIMES = ("seconds", "plain_seconds")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """Settings of any training: text, schedule, model, output.
+class HeadsConfig:
+    """Settings of a training of heads, which draft for a model whose weights stay as they are.
 
     The defaults are the paper's, in table 9, for GPUs.
     """
 
     corpus: str = option(MISSING, _CORPUS, panel="Options", free=True)
-    seq_len: int = _seq_len(8192, shown="8,192; 1,024 on a CPU")
+    seq_len: int = _text(
+        8192,
+        "Tokens of a row; only longer documents are used.",
+        shown="8,192; 1,024 on a CPU",
+        least=2,
+    )
     documents: int | None = _text(
         None, "Use so many documents, evenly spread.", shown="all", least=2
     )
@@ -100,8 +63,16 @@ class TrainConfig:
         "Training time, evaluation of the held-out text included, instead of --steps.",
         above=0,
     )
-    batch: int = _batch(3, shown="3; 2 on a CPU")
-    accumulate: int = _accumulate(10, shown="10; 1 on a CPU")
+    batch: int = _schedule(
+        3, "Rows forwarded together.", shown="3; 2 on a CPU", least=1, most=1 << 20
+    )
+    accumulate: int = _schedule(
+        10,
+        "Batches of a step, for each process.",
+        shown="10; 1 on a CPU",
+        least=1,
+        most=1 << 20,
+    )
     lr: float = _schedule(5e-3, "Highest learning rate.", above=0)
     warmup: int = _schedule(50, "Linear warm-up steps, at most a quarter of all.", least=0)
     weight_decay: float = _schedule(0.1, "Weight decay (AdamW).", least=0)
@@ -123,19 +94,44 @@ class TrainConfig:
         None, "Steps between checkpoints.", shown="by time alone", least=1
     )
     save_minutes: float = _output(10.0, "Most minutes between checkpoints.", above=0)
+    kind: str = _heads("conditioned", "conditioned or chained.", choices=HEAD_KINDS)
+    heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
+    objective: str = _heads(
+        TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES
+    )
+    draft_vocabulary: int = _heads(
+        8192, "Tokens that they may draft: the corpus's most frequent; 0 is all.", least=0
+    )
+    keep_tokens: int = _schedule(
+        0,
+        "Tokens of which the model's states are kept, to be learnt from again.",
+        shown="0; 1,000,000 on a CPU",
+        least=0,
+    )
+    alpha_tokens: int = _output(
+        256,
+        "Tokens decoded after each held-out text for alpha, before and after; 0 is none.",
+        least=0,
+    )
+    install: bool = _output(
+        False, "Put the heads where --model finds them, in the cache folder.", shown=""
+    )
 
-    COMMAND: ClassVar[str]  # subcommand, and kind of its records
     ON_CPU: ClassVar[Mapping[str, object]] = {
         "seq_len": 1024,
         "batch": 2,
         "accumulate": 1,
         "minutes": 5.0,
+        "keep_tokens": 1_000_000,
     }
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.steps is not None and self.minutes is not None:
             raise InputError("cannot be given together with --steps", "minutes")
+        least = self.heads_count + 2  # every head has a token to predict
+        if self.seq_len < least:
+            raise InputError(f"must be at least {least}, got {self.seq_len}", "seq_len")
         refuse_shape(self.model)
 
     @classmethod
@@ -156,7 +152,19 @@ class TrainConfig:
         """Tokens that a process sees in a step."""
         return self.seq_len * self.batch * self.accumulate
 
-    def resolved(self: Config) -> Config:
+    @property
+    def kept_rows(self) -> int:
+        """Rows of which the model's states are kept, by each process:
+        no more than there are in all steps.
+        """
+        kept = self.keep_tokens // self.seq_len
+        return (
+            kept
+            if self.minutes is not None
+            else min(kept, self.last_step * self.accumulate * self.batch)
+        )
+
+    def resolved(self) -> HeadsConfig:
         """The same settings with absolute paths and an explicit number of steps,
         to hold in any working directory.
         """
@@ -164,7 +172,7 @@ class TrainConfig:
         steps = None if self.minutes is not None else self.last_step
         return replace(self, model=model, corpus=_absolute(self.corpus), steps=steps)
 
-    def resumed(self: Config, changes: Values, folder: Path) -> Config:
+    def resumed(self, changes: Values, folder: Path) -> HeadsConfig:
         """These settings with the changes asked for when the training in a folder is resumed."""
         changed = (
             replace(self, **{"steps": None, "minutes": None, **changes}).resolved()
@@ -181,96 +189,6 @@ class TrainConfig:
                     f"the training in {folder} was begun with {began}, got {new}", name
                 )
         return replace(self, **{name: getattr(changed, name) for name in changes if name in free})
-
-
-@dataclass(frozen=True)
-class HeadsConfig(TrainConfig):
-    """Settings of a training of heads, which draft for a model whose weights stay as they are."""
-
-    kind: str = _heads("conditioned", "conditioned or chained.", choices=HEAD_KINDS)
-    heads_count: int = _heads(3, "Number of heads.", least=1, most=64)
-    objective: str = _heads(
-        TEXT, "text, or distill: the model's own distribution there.", choices=OBJECTIVES
-    )
-    draft_vocabulary: int = _heads(
-        8192, "Tokens that they may draft: the corpus's most frequent; 0 is all.", least=0
-    )
-    keep_tokens: int = _schedule(
-        0,
-        "Tokens of which the model's states are kept, to be learnt from again.",
-        shown="0; 1,000,000 on a CPU",
-        least=0,
-    )
-    alpha_tokens: int = _output(256, _ALPHA_TOKENS, least=0)
-    install: bool = _output(
-        False, "Put the heads where --model finds them, in the cache folder.", shown=""
-    )
-
-    COMMAND: ClassVar[str] = "train"
-    ON_CPU: ClassVar[Mapping[str, object]] = {**TrainConfig.ON_CPU, "keep_tokens": 1_000_000}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = self.heads_count + 2  # every head has a token to predict
-        if self.seq_len < least:
-            raise InputError(f"must be at least {least}, got {self.seq_len}", "seq_len")
-
-    @property
-    def kept_rows(self) -> int:
-        """Rows of which the model's states are kept, by each process:
-        no more than there are in all steps.
-        """
-        kept = self.keep_tokens // self.seq_len
-        return (
-            kept
-            if self.minutes is not None
-            else min(kept, self.last_step * self.accumulate * self.batch)
-        )
-
-
-@dataclass(frozen=True)
-class DraftConfig(TrainConfig):
-    """Settings of a training, from random weights, of a small model that drafts for a large one."""
-
-    seq_len: int = _seq_len(512)
-    batch: int = _batch(16, shown="16; 8 on a CPU")
-    accumulate: int = _accumulate(1)
-    lr: float = _schedule(0.02, "Muon's highest learning rate; 0.15 of it is AdamW's.", above=0)
-    weight_decay: float = _schedule(0.01, "Weight decay (Muon).", least=0)
-    shape: str | None = _draft(
-        None,
-        "demo (as the bundled one), or 205m (the paper's table 11).",
-        shown="demo",
-        choices=(*SHAPES,),
-    )
-    reach: int | None = _draft(
-        None,
-        "Positions it is made for; rows jump up to there.",
-        shown=_SHAPE_POSITIONS,
-        least=2,
-        most=1 << 24,
-    )
-
-    COMMAND: ClassVar[str] = "train-draft"
-    ON_CPU: ClassVar[Mapping[str, object]] = {"batch": 8, "minutes": 5.0}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seq_len > self.positions:
-            message = (
-                f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions"
-            )
-            raise InputError(message, "seq_len")
-
-    @property
-    def positions(self) -> int:
-        """Positions that the draft model is made for."""
-        return int(self.reach or self.sizes["max_position_embeddings"])
-
-    @property
-    def sizes(self) -> Object:
-        """The published shape of a small model."""
-        return SHAPES[self.shape or "demo"]
 
 
 def _absolute(name: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tswift.errors import InputError
 from tswift.models.checkpoint import hub
-from tswift.training.config import TrainConfig, corpus_files
+from tswift.training.config import HeadsConfig, corpus_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -136,7 +136,7 @@ class Documents:
 
 
 def prepare(
-    config: TrainConfig,
+    config: HeadsConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: int,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
@@ -169,19 +169,6 @@ def prepare(
     held = kept[((np.arange(count) + 0.5) * len(kept) / count).astype(int)]
     prefix = tuple(tokenizer("")["input_ids"])
     return Documents(rows, lengths, np.setdiff1d(kept, held), held, len(long) - len(kept), prefix)
-
-
-def jumping_positions(rows: int, length: int, limit: int, rng: np.random.Generator) -> np.ndarray:
-    """Positions ``[rows, length]`` int64 that teach far distances on short rows.
-
-    A random tail of each row is moved forward by a jump drawn log-uniformly up to ``limit``, so
-    every relative distance up to the limit is seen although no row is that long.
-    """
-    positions = np.tile(np.arange(length), (rows, 1))
-    jumps = np.exp(rng.uniform(0, np.log(limit - length), size=rows)).astype(np.int64)
-    for row, (cut, jump) in enumerate(zip(rng.integers(1, length, size=rows), jumps, strict=True)):
-        positions[row, cut:] += jump
-    return positions
 
 
 def _tokenised(

@@ -1,4 +1,4 @@
-"""Losses of heads and draft models, and their accuracy.
+"""Losses of heads, and their accuracy.
 
 Head i, given the hidden state of token t, predicts token t + i + 2. The large model is frozen.
 Logits are computed for a stretch of positions at a time: 8,192 positions over a vocabulary of 128K
@@ -13,9 +13,6 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PreTrainedModel
 
 from tswift.errors import Object
 from tswift.forward.target import Target
@@ -24,28 +21,14 @@ from tswift.training.config import TEXT
 from tswift.training.teacher import draft_logits
 
 TOP = 3  # top-1 to top-3 accuracy
-# an attention of transformers: plain causality, whatever the positions
-CAUSAL = "tswift_training_causal"
 
 # held at a time: 256 MB in float32, and a few times as much on the way to their gradient
 _MAX_LOGITS = 1 << 26
 
 
-def _causal(module, query, key, value, attention_mask, scaling=None, **kwargs):  # type: ignore[no-untyped-def]
-    # transformers reads a jump in position_ids as the start of another packed text and masks across
-    # it
-    out = F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(CAUSAL, _causal)
-
-
 @dataclass(frozen=True)
 class Metrics:
-    """Losses and hits, summed over positions; a draft model counts as one head."""
+    """Losses and hits, summed over positions."""
 
     loss: Tensor  # [heads], in nats
     hits: Tensor  # [heads, 3] float64: how often the text's token was among the best 1, 2 and 3
@@ -143,45 +126,6 @@ class HeadsLoss(nn.Module):
             )
         along = (states * slopes).sum((1, 2, 3))
         return Metrics(losses + (along - along.detach()), hits, rows * used)
-
-
-class DraftLoss(nn.Module):
-    """Loss of a draft model, whose attention must be ``CAUSAL``,
-    over all positions but the last of each row.
-
-    Where there are more than ``max_logits``, they are computed again for the backward pass.
-    """
-
-    def __init__(self, network: PreTrainedModel, max_logits: int = _MAX_LOGITS) -> None:
-        super().__init__()
-        self.network: PreTrainedModel = network
-        self._max_logits = max_logits
-
-    def forward(self, ids: Tensor, positions: Tensor | None) -> Metrics:
-        """Metrics of the model as one head, from ``[B, T]`` int64 token ids."""
-        rows = ids.shape[0]
-        count = ids.shape[1] - 1
-        hidden = self.network.get_decoder()(
-            input_ids=ids, position_ids=positions, use_cache=False
-        ).last_hidden_state
-        width = max(1, self._max_logits // (rows * self.network.config.vocab_size))
-        losses = []
-        hits = []
-        for start in range(0, count, width):
-            end = min(start + width, count)
-            inputs = hidden[:, start:end], ids[:, start + 1 : end + 1].flatten()
-            if width < count and torch.is_grad_enabled():
-                loss, hit = checkpoint(self._stretch, *inputs, use_reentrant=False)
-            else:
-                loss, hit = self._stretch(*inputs)
-            losses.append(loss)
-            hits.append(hit)
-        loss = torch.stack(losses).sum(0, keepdim=True)
-        return Metrics(loss, torch.stack(hits).sum(0, keepdim=True), rows * count)
-
-    def _stretch(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _float32(self.network.get_output_embeddings()(hidden)).flatten(0, 1)
-        return F.cross_entropy(logits, tokens, reduction="sum"), _hits(logits.detach(), tokens)
 
 
 def _float32(logits: Tensor) -> Tensor:

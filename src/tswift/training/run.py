@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,14 +31,13 @@ from tswift.models.devices import find_device
 from tswift.models.hashes import fingerprint_of
 from tswift.options import Values, fields_of
 from tswift.tables import Reporter
-from tswift.training.agreement import Scores
-from tswift.training.config import TEXT, TrainConfig, corpus_files
+from tswift.training.config import HeadsConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
-from tswift.training.tasks import TEACHER, Trainee, learning_rate, trainee_of
+from tswift.training.tasks import HEADS, TEACHER, Scores, Trainee, learning_rate
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"
-_SCHEMA = 1
+_KIND, _SCHEMA = "train", 1
 _FIELD = "resume"
 BEFORE, AFTER, EVALUATING = "before", "after", "evaluation_seconds"
 _UNCHANGED = {  # what a resumed training must find as it was, and the setting that names it
@@ -59,7 +57,7 @@ class Outcome:
     """
 
     folder: Path
-    config: TrainConfig
+    config: HeadsConfig
     steps: int
     before: Scores | None
     after: Scores | None
@@ -67,14 +65,13 @@ class Outcome:
 
 
 def train(
-    config: TrainConfig,
+    config: HeadsConfig,
     out: Path | None = None,
     progress: Reporter | None = None,
     command: Sequence[str] = (),
     note: str | None = None,
 ) -> Outcome:
-    """Train heads (``HeadsConfig``) or a draft model (``DraftConfig``);
-    under torchrun every process calls this.
+    """Train heads; under torchrun every process calls this.
 
     Args:
         config: the settings.
@@ -87,7 +84,7 @@ def train(
         InputError: a setting, the model or the corpus cannot be used.
         DecodeError: it broke on the way. Its last checkpoint can be resumed.
     """
-    folder = TrainFolder(out or default_path(config.COMMAND), config.COMMAND)
+    folder = TrainFolder(out or default_path("train"))
     with open_ranks(config.device) as ranks:
         progress = progress if progress and ranks.first else Reporter()
         with folder.created() if ranks.first else nullcontext():
@@ -101,7 +98,6 @@ def train(
 
 
 def resume(
-    kind: type[TrainConfig],
     path: Path,
     changes: Values | None = None,
     progress: Reporter | None = None,
@@ -112,7 +108,6 @@ def resume(
     On a CPU it comes to the weights of one that was not interrupted, bit for bit.
 
     Args:
-        kind: the class of its settings.
         path: its folder.
         changes: fields of the settings; those that decide about weights must be as they were.
         progress, command: as for :func:`train`.
@@ -122,10 +117,10 @@ def resume(
         DecodeError: it broke on the way.
     """
     progress = progress or Reporter()
-    folder = TrainFolder(path, kind.COMMAND)
+    folder = TrainFolder(path)
     record = folder.read_record()
     try:
-        began = kind(**fields_of(kind, record["plan"]))
+        began = HeadsConfig(**fields_of(HeadsConfig, record["plan"]))
         steps = int(record["steps"])
         state = record["state"]
         before, after = (dict(record[when]) if when in record else None for when in (BEFORE, AFTER))
@@ -134,7 +129,7 @@ def resume(
             f"{path} holds a plan that is damaged, or of another version of tswift", "resume"
         ) from None
     for name, value in {**record["plan"]}.items():
-        if not hasattr(began, name) and value not in (None, "lm", TEXT):
+        if not hasattr(began, name) and value is not None:
             raise InputError(
                 f"{path} was begun with --{name} {value}, which this version does not have", _FIELD
             )
@@ -152,7 +147,7 @@ class _Training:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: HeadsConfig,
         folder: TrainFolder,
         ranks: Dist,
         progress: Reporter,
@@ -195,9 +190,7 @@ class _Training:
             ranks.wait()
         corpus = documents.summary()
         _describe(config, corpus, progress)
-        self._trainee: Trainee[TrainConfig] = trainee_of(config)(
-            config, model, documents, ranks, progress, folder.path
-        )
+        self._trainee = Trainee(config, model, documents, ranks, progress, folder.path)
         facts = {
             "device": str(target.device),
             "dtype": dtype,
@@ -247,7 +240,7 @@ class _Training:
                 signum = self._loop(signals)
                 signals.patience = 0
                 if first and signum is None:
-                    self._folder.write_results(self._trainee.save)
+                    self._folder.write(HEADS, self._trainee.save)
                     self._evaluate(AFTER)
                     self._write_record(FINISHED)
                 if signum is None:
@@ -383,7 +376,7 @@ class _Training:
             self._folder.write_record(self._record)
 
 
-def _describe(config: TrainConfig, counts: Values, progress: Reporter) -> None:
+def _describe(config: HeadsConfig, counts: Values, progress: Reporter) -> None:
     """Say how many documents are used, and how many are not."""
     short = counts["documents"] - counts["kept"] - counts["twice"]
     twice = f", {counts['twice']:,} there twice" if counts["twice"] else ""
@@ -400,15 +393,14 @@ def _describe(config: TrainConfig, counts: Values, progress: Reporter) -> None:
 
 
 class TrainFolder:
-    """The files of a kind of training, named by its subcommand.
+    """The files of a training.
 
     What cannot be read raises an ``InputError``; what cannot be written a ``DecodeError``, and what
     was there stays.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._kind = kind
 
     @contextmanager
     def created(self) -> Iterator[None]:
@@ -439,14 +431,14 @@ class TrainFolder:
             schema = record["schema"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path} is damaged", _FIELD) from None
-        if (kind, schema) != (self._kind, _SCHEMA):
+        if (kind, schema) != (_KIND, _SCHEMA):
             raise InputError(f"{path} is of kind {kind}, schema {schema}", _FIELD)
         return record
 
     def write_record(self, record: Mapping[str, object]) -> None:
         """Write ``train.json``."""
         text = json.dumps(
-            {"schema": _SCHEMA, "kind": self._kind, **record}, indent=2, ensure_ascii=False
+            {"schema": _SCHEMA, "kind": _KIND, **record}, indent=2, ensure_ascii=False
         )
         with self._writing(RECORD):  # backslashes for incomplete UTF-8 in a file's name
             write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))
@@ -468,17 +460,6 @@ class TrainFolder:
                 new.unlink(missing_ok=True)
                 raise
 
-    def write_results(self, save: Callable[[Path], object]) -> None:
-        """Take over the files that ``save`` writes to a folder; the weights come last:
-        without them it is no model.
-        """
-        with self._writing(""), TemporaryDirectory(dir=self.path) as made:
-            save(Path(made))
-            for path in sorted(
-                Path(made).iterdir(), key=lambda path: path.suffix == ".safetensors"
-            ):
-                self.write(path.name, partial(shutil.copyfile, path))
-
     def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
         """Write a checkpoint: all tensors that training continues from, steps done,
         seconds trained.
@@ -486,7 +467,7 @@ class TrainFolder:
         contiguous = {name: value.detach().contiguous() for name, value in tensors.items()}
         about = {
             "tswift": json.dumps(
-                {"kind": self._kind, "schema": _SCHEMA, "step": step, "seconds": seconds}
+                {"kind": _KIND, "schema": _SCHEMA, "step": step, "seconds": seconds}
             )
         }
         self.write(CHECKPOINT, lambda path: save_file(contiguous, path, metadata=about))
@@ -531,7 +512,7 @@ class TrainFolder:
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or " ".join(str(error).split())
             saved = (self.path / CHECKPOINT).is_file()
-            again = f"tswift {self._kind} --resume {shlex.quote(str(self.path))}"
+            again = f"tswift train --resume {shlex.quote(str(self.path))}"
             advice = f"; {again} goes on from the last checkpoint" if saved else ""
             raise DecodeError(f"{self.path / name} cannot be written ({reason}){advice}") from None
 

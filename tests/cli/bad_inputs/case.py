@@ -80,7 +80,6 @@ COMMANDS = {
     "verify RUN": "verify RUN",
     "generate --resume RUN": "generate --resume RUN",
     "train": "train --corpus PROMPT --model MODEL --seq-len 8 --steps 1 --out new/run",
-    "train-draft": "train-draft --corpus PROMPT --model MODEL --seq-len 8 --steps 1 --out new/run",
     "heads inspect FILE": "heads inspect HEADS",
     "tswift": "",
 }

@@ -34,11 +34,6 @@ VALUES: dict[str, dict[str, Sequence[str]]] = {
         "--model": ("", "/nowhere", "shape:llama3.1-8b"),
         "--kind": ("", "nope"),
     },
-    "train-draft": {
-        "--corpus": ("/nowhere",),
-        "--model": ("/nowhere",),
-        "--shape": ("", "nope", "205M"),
-    },
     "compare": {
         "--heads": ("nope",),
         "--model": ("shape:nope", "shape:", "shape:llama3.1-8b", "/nowhere"),
@@ -143,11 +138,6 @@ TOGETHER = {
         --resume RUN | --out
         --seq-len 5000 | --seq-len
         --steps 3 --minutes 1 | --minutes
-    """,
-    "train-draft": """
-        --resume RUN | --out
-        --steps 3 --minutes 1 | --minutes
-        --heads-count 3 | --heads-count
     """,
     "heads inspect FILE": """
         HEADS |
