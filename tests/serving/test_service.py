@@ -162,6 +162,7 @@ def test_any_end_of_text_token_is_no_part_of_the_text(two_ends, tmp_path):
         (None, "/v1/models", {"host": "127.0.0.1:8000"}, 200),
         (None, "/v1/models", {"host": "[::1]:8000"}, 200),
         (None, "/v1/models", {"host": "[::1]"}, 200),
+        (None, "/v1/models", {"host": "LocalHost:8000"}, 200),
         (None, "/v1/models", {"host": "evil.example"}, 403),
         *(
             (None, "/v1/models", {"host": host}, 403)

@@ -83,11 +83,11 @@ def authorize(app: ASGIApp, host: str, key: str | None) -> ASGIApp:
     browser ask there, as another site or under a name of its own that leads to 127.0.0.1; so only
     names of this machine are answered, and no page of another site.
     """
-    names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host)
+    names = ("localhost", "127.0.0.1", "[::1]", f"[{host}]" if ":" in host else host.lower())
 
     def refusal(request: HttpRequest) -> Refused | None:
         if key is None:
-            asked = request.headers.get("host", "")
+            asked = request.headers.get("host", "").lower()
             name = re.sub(r":\d*$", "", asked)
             if name not in names:
                 return Refused(403, f"Host {name!r:.80} is not served", code="wrong_host")
@@ -244,7 +244,8 @@ class Api:
         self, runs: Sequence[Run], have: tuple[int, int] | None
     ) -> AsyncIterator[str]:
         """Runs' texts as server-sent events, one after the other."""
-        # lines without an empty one behind them: clients may take that for an event without data
+        # lines without an empty one behind them: OpenAI's client, once it knows an id, takes that
+        # for an event without data, and so each ping of sse-starlette 3.7
         yield "retry: 1000\n"
         head = self._head(runs[0], ".chunk")
         usage = runs[0].wants("include_usage")
