@@ -819,7 +819,7 @@ FAULTS = [
     Fault("a record says what it has nothing to say of", "benchmarking/record.py", "benchmarking/test_gate.py",
           "content[each.name] in (None, [])", "content[each.name] == []"),
     Fault("half a cell is taken for a whole one", "benchmarking/resume.py", "cli/test_bench_grid.py::test_a_stopped_or_killed_one_goes_on_with_what_is_missing",
-          "for sample in found if sample.cell in done]", "for sample in found]"),
+          "for sample in before.samples if sample.cell in before.done]", "for sample in before.samples]"),
     # published drafters
     Fault("taps are a layer off", "forward/target.py", NETWORKS,
           "Tap(self._decoder.layers[layer])", "Tap(self._decoder.layers[layer - 1])"),

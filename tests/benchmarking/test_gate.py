@@ -349,6 +349,7 @@ def test_the_hash_is_of_the_content():
         ),
         (lambda m: m["samples"].clear(), "holds no samples"),
         (lambda m: m.update(state="running"), "did not run to its end"),
+        (lambda m: m.update(options={"shard": [1, 2]}), "is a shard"),
     ],
 )
 def test_what_is_no_measurement(tmp_path, content, message):

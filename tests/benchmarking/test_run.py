@@ -41,7 +41,6 @@ from tswift.benchmarking.config import (
     Plan,
     configure,
     parse_methods,
-    parse_shard,
     parse_trees,
 )
 from tswift.benchmarking.record import to_json
@@ -440,15 +439,12 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         (lambda: Plan(repeats=0), "repeats: must be at least 1"),
         (lambda: Plan(warmup=-1), "warmup: must be at least 0"),
         (lambda: Plan(ar="guess"), "ar: must be one of full, sampled, got 'guess'"),
-        (lambda: Plan(shard=(0, 2)), "shard: must be at least 1, got 0"),
-        (lambda: Plan(shard=(3, 2)), "shard: there are 2 shards, got number 3"),
         (
             lambda: Plan(workload=("prose",), prompts=("x.txt",)),
             "workload: cannot be given together with --prompts",
         ),
         (lambda: parse_methods("ar,ar"), "methods: names a method twice: ar,ar"),
         (lambda: parse_methods("nope"), "methods: no method 'nope'"),
-        (lambda: parse_shard("3"), "shard: wants I/N, the Ith of N shards, got '3'"),
         (lambda: parse_trees(["1,2", "3"]), "tree: is given twice for all methods"),
         (lambda: parse_trees(["=1,2"]), "tree: names no method before the =, got '=1,2'"),
         *[

@@ -54,7 +54,6 @@ NAMED = {
     "bench": (
         "--out",
         "--resume",
-        "--merge x",
         "--fail-on auto=9% --against",
         "--prompts",
         "--workload",

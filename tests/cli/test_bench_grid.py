@@ -1,6 +1,4 @@
-"""``tswift bench`` stopped, killed and resumed; its grid in shards on several machines,
-and merged.
-"""
+"""``tswift bench`` stopped, killed and resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SENTENCES
-from tests.helpers import needs_program, read_json
+from tests.helpers import read_json
 from tests.words import words_of
 from tswift.benchmarking import run as run_module
 from tswift.cli import main
@@ -141,8 +139,10 @@ def test_a_stopped_or_killed_one_goes_on_with_what_is_missing(bench, tswift, who
             "open_runs",
             lambda *at, **named: opened.append(1) or open_runs(*at, **named),
         )
+        patch.setattr(platform, "node", lambda: "another")
         result = tswift("bench --resume b")  # nothing has to be said again
     assert result.code == 0, result.err
+    assert "What ran where" in result.text
     assert counted("b") == whole(words)
     again = read("b")
     sessions = [[len(s["cells"]) for s in part["sessions"]] for part in parts(read("b"))]
@@ -203,7 +203,6 @@ def test_a_resumed_one_keeps_its_options(bench, tswift, tmp_path):
         "--tree 2,2": "the benchmark was made with none, got ['2,2']",
         "--prompts other.txt": "the benchmark was made with (",
         "--suite table3": "the benchmark was made with none, got table3",
-        "--shard 1/2": "the benchmark was made with none, got (1, 2)",
         "--out c": "cannot be given together with --resume",
     }.items():
         tswift("bench --resume b", words).refused(f"{words.split()[0]}: {message}")
@@ -224,71 +223,3 @@ def test_a_finished_one_takes_more_seeds(bench, tswift, whole, words):
         assert [s for s in new["samples"] if s["seed"] == 2] == old["samples"]
     tswift("bench --resume b").ok()  # they are its own from now on
     assert counted("b") == whole(words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [WORDS, SUITE], ids=["bench", "suite"])
-def test_merged_shards_are_the_whole(bench, tswift, monkeypatch, whole, words):
-    for number in (1, 2, 3):
-        monkeypatch.setattr(platform, "node", lambda number=number: f"node{number}")
-        bench(words, f"--shard {number}/3 --out s/{number}").ok()
-    places, *_ = counted("s/2")
-    assert 0 < len(places) < len(whole(words)[0])
-    more = tswift("bench --resume s/1 --seeds 1,2,3")  # its cells would be others
-    assert (more.code, "--seeds: the benchmark was made with (1, 2)" in more.err) == (2, True)
-    shards = [f"s/{number}" for number in (2, 3, 1)]
-    result = tswift("bench --merge", *shards, "--out merged").ok()
-    assert counted("merged") == whole(words)
-    assert "What ran where" in result.text
-    line = next(line for line in result.text.splitlines() if line.startswith("node2"))
-    assert "a.txt, prefill 4, seed 2" in line
-    assert {path.suffix for path in Path("merged").iterdir()} >= {".json", ".md", ".csv"}
-    # without one of them: what is missing is named, and can be measured
-    partly = tswift("bench --merge", *shards[:2], "--out partly")
-    assert partly.code == 130
-    assert "a.txt, prefill 4, seed 1" in partly.err
-    assert "missing: " in partly.err
-    bench("bench --resume partly").ok()
-    assert counted("partly") == whole(words)
-
-
-@pytest.mark.slow
-@needs_program
-def test_the_bundled_model_as_it_comes_in_shards_is_a_baseline(tswift):
-    words = f"bench --prefill 16 --lens 10,20 --methods ar,recall --costs nominal {GRID}"
-    for number in (1, 2):
-        tswift(words, f"--shard {number}/2 --out s/{number}").ok()
-    tswift("bench --merge s/1 s/2 --out merged --no-plots").ok()
-    workload = read("merged")["workload"]
-    assert (workload["model"], workload["dtype"]) == ("demo", "float32")
-    assert workload["kv_dtype"] not in (None, "float32")  # which the tiny checkpoint has
-    tswift(words, "--out g --against merged/bench.json --fail-on alpha --fail-on passes").ok()
-    assert counted("g") == counted("merged")
-
-
-@pytest.mark.slow
-def test_what_is_not_of_one_grid_is_not_merged(bench, tswift, texts):
-    first, second = f"{WORDS} --shard 1/2", f"{WORDS} --shard 2/2"
-    bench(first, "--out a").ok()
-    bench(second, "--out b --temperature 0.9").ok()
-    bench(second, "--out c --repeats 2").ok()
-    refused = {
-        ("a", "b"): "--merge: b and a are of different benchmarks: temperature differs",
-        ("a", "c"): "--merge: c and a are of different benchmarks: repeats differs",
-        ("a", "nowhere"): "--merge: nowhere holds no bench.json",
-        (): "--merge: names no folder",
-        ("a", "--seeds 1"): "--seeds: cannot be given together with --merge",
-        ("a", "--resume b"): "--resume: cannot be given together with --merge",
-    }
-    for words, message in refused.items():
-        tswift("bench --merge", *words, "--out m").refused(message)
-        assert not Path("m").exists()
-    Path("d").mkdir()
-    Path("d/bench.json").write_bytes(Path("a/bench.json").read_bytes())
-    twice = tswift("bench --merge a d")
-    assert "--merge: a and d have both measured a.txt, prefill 4, seed 1" in twice.err
-    alone = tswift("bench --resume a --against a/bench.json --fail-on alpha:0")
-    assert "--against: wants the whole grid, as --merge makes it of shards" in alone.err
-    shard = bench(WORDS, "--against a/bench.json --fail-on alpha:0")
-    assert "--against: a/bench.json is a shard" in shard.err
-    assert "FOLDERS: go with --merge" in tswift("bench a").err

@@ -31,7 +31,6 @@ from tswift.options import (
     given_options,
     option,
     parse_numbers,
-    parse_shard,
     part,
 )
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
@@ -223,15 +222,6 @@ class Plan:
     warmup: int = option(
         32, "Tokens generated before measuring.", panel=_GRID, least=0, most=1 << 31
     )
-    shard: tuple[int, ...] | None = option(
-        None,
-        "I/N: measure only every N-th cell (prompt, prefill, seed, repeat) from the I-th on; "
-        "--merge joins them.",
-        panel=_GRID,
-        parse=parse_shard,
-        metavar="I/N",
-        least=1,
-    )
     prompts: tuple[str, ...] = option(
         (),
         "File, folder of .txt, or pg19:N (needs the hub); repeatable.",
@@ -258,10 +248,6 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.shard and self.shard[0] > self.shard[1]:
-            raise InputError(
-                f"there are {self.shard[1]} shards, got number {self.shard[0]}", "shard"
-            )
         if self.workload and self.prompts:
             raise InputError("cannot be given together with --prompts", "workload")
         if self.chat and not self.workload:

@@ -287,7 +287,7 @@ def refuse_foreign(
         raise InputError(f"the baseline is of another workload: {differ(differing)}", "against")
     here = vars(measurement.environment)
     there = vars(baseline.environment)
-    # several machines, if merged
+    # several machines, if it was resumed on another one
     used = [vars(one) for one in (*measurement.environments, *baseline.environments)]
     other = [name for name in _MACHINE if len({one[name] for one in used}) > 1]
     if timed and other and not force:

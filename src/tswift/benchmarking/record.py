@@ -435,17 +435,18 @@ def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
         found = f"{known.get('schema')!s:.40}"
         raise InputError(f"{path} has schema version {found}, this tswift reads {SCHEMA}", option)
     try:
-        return _checked(_KINDS[kind], content, "$")
+        record: Record = _checked(_KINDS[kind], content, "$")
     except _Wrong as error:
         raise InputError(f"{path} is damaged ({error})", option) from None
+    if (record.options or {}).get("shard"):  # it ended before the whole grid was measured
+        raise InputError(f"{path} is a shard, as tswift 0.1 measured them", option)
+    return record
 
 
 def load_measurement(path: Path, option: str = "against") -> Measurement:
     """Read a complete ``bench.json``, which ``option`` named."""
     measurement = read(path, option, "bench")
     assert isinstance(measurement, Measurement)
-    if (measurement.options or {}).get("shard"):
-        raise InputError(f"{path} is a shard; bench --merge makes a whole of all of them", option)
     if measurement.state != "finished":  # what it has not reached would never be missed
         raise InputError(f"{path} did not run to its end, it is {measurement.state}", option)
     if not any(sample.points for sample in measurement.samples):

@@ -44,7 +44,6 @@ class Request:
 
     given: Options  # options by name, as typed, or as in the record of what was measured before
     earlier: Record | None
-    missing: Sequence[str]  # cells of the grid that no merged shard has
     suite: Suite | None
     plan: Plan
     judging: Judging
@@ -53,9 +52,7 @@ class Request:
     note: str = ""  # that the grid's defaults gave way
 
     @classmethod
-    def of(
-        cls, given: Options, earlier: Record | None = None, missing: Sequence[str] = ()
-    ) -> Request:
+    def of(cls, given: Options, earlier: Record | None = None) -> Request:
         """From options by name; what does not go together is refused."""
         suite = find_suite(given["suite"]) if "suite" in given else None
         for name in given if suite else ():  # no option is silently ignored
@@ -71,13 +68,11 @@ class Request:
             raise InputError(
                 "cannot be given together with --workload: the paper has none", "paper"
             )
-        if plan.shard and judging.against:
-            raise InputError("wants the whole grid, as --merge makes it of shards", "against")
         if suite:
             refuse_shape(options.model.model)
         else:
             options.check()
-        return cls(given, earlier, missing, suite, plan, judging, options)
+        return cls(given, earlier, suite, plan, judging, options)
 
     def fitted(self) -> Request:
         """The same, its grid's defaults as far as the model has positions for them;
@@ -102,8 +97,8 @@ class Request:
 
     @property
     def measured(self) -> bool:
-        """Whether nothing is to be measured; what merged shards lack is not."""
-        return self.earlier is not None and (self.earlier.state == FINISHED or bool(self.missing))
+        """Whether nothing is left to be measured."""
+        return self.earlier is not None and self.earlier.state == FINISHED
 
     @property
     def simulated(self) -> bool:

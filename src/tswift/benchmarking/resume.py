@@ -1,12 +1,9 @@
-"""Benchmarks that go on: after a stop or a kill,
-and from shards that were measured on several machines.
-"""
+"""Benchmarks that go on after a stop or a kill."""
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,16 +23,14 @@ from tswift.benchmarking.suites import find_suite
 from tswift.drafting.options import DraftOptions
 from tswift.errors import MAX_RECORD, InputError, parse_json
 from tswift.files import lock_folder
-from tswift.jobs.folder import FINISHED, INTERRUPTED, read_own
+from tswift.jobs.folder import INTERRUPTED, read_own
 from tswift.models.config import ModelConfig
 from tswift.options import fields_of, of_json, options_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.tables import Table
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
-_MAY_DIFFER = ("prompts", "workload", "shard", *JUDGED)  # of prompts, what is in them counts
-
-Place = tuple[str, Cell]  # a group's label, and a cell of its grid
+_MAY_DIFFER = ("prompts", "workload", *JUDGED)  # of prompts, what is in them counts
 
 
 def open_record(folder: Path, option: str, stack: ExitStack) -> Record:
@@ -88,10 +83,10 @@ def plan_of(options: Mapping[str, object]) -> Plan:
 def add_seeds(record: Record, seeds: Sequence[int]) -> None:
     """Give a benchmark that goes on more seeds than it was made with.
 
-    Nothing happens unless its own are among them, nor to a shard: its cells would be others.
+    Nothing happens unless its own are among them.
     """
     own = plan_of(record.options or {})
-    if record.options is None or own.shard or not set(own.seeds) < set(seeds):
+    if record.options is None or not set(own.seeds) < set(seeds):
         return
     record.options["seeds"] = tuple(seeds)
     record.state = INTERRUPTED
@@ -119,67 +114,29 @@ def refuse_changes(record: Record, typed: Options) -> None:
 
 
 def continue_from(fresh: Record, earlier: Record, folder: Path) -> None:
-    """Put the finished cells of an earlier record into a fresh one of the same benchmark."""
-    _refuse_other(fresh, earlier, f"{folder} is of another benchmark", "resume")
-    _copy_finished_cells(fresh, [earlier])
-
-
-def merge(
-    folders: Sequence[Path], typed: Sequence[str], command: Sequence[str]
-) -> tuple[Record, list[str]]:
-    """One record of several, each with some cells of the same grid;
-    and the cells that none of them has, by name.
-
-    Args:
-        typed: names of options that were given besides; there may be none.
+    """Put the finished cells of an earlier record into a fresh one of the same benchmark,
+    with the sessions that measured them.
     """
-    if not folders:
-        raise InputError("names no folder", "merge")
-    if typed:
-        raise InputError(
-            "cannot be given together with --merge: the folders say what was measured", typed[0]
-        )
-    records = {folder: read_record(folder, "merge") for folder in folders}
-    first, whole = next(iter(records.items()))
-    places: dict[Place, Path] = {}
-    for folder, record in records.items():
-        _refuse_other(whole, record, f"{folder} and {first} are of different benchmarks", "merge")
-        for place in sorted(_done(record)):
-            if place in places:
-                raise InputError(
-                    f"{places[place]} and {folder} have both measured {_name(place)}", "merge"
-                )
-            places[place] = folder
-    whole = copy.deepcopy(whole)
-    (whole.options or {}).pop("shard", None)
-    for measurement in whole.parts.values():
-        measurement.sessions = []
-    _copy_finished_cells(whole, list(records.values()))
-    missing = [_name(place) for place in _places(whole) if place not in places]
-    for one in (whole, *whole.parts.values()):
-        one.state = INTERRUPTED if missing else FINISHED
-        one.command = list(command)
-    return whole, missing
+    _refuse_other(fresh, earlier, folder)
+    for label, measurement in fresh.parts.items():
+        order = summary.grid_order(measurement.workload)
+        before = earlier.parts[label]
+        samples = [sample for sample in before.samples if sample.cell in before.done]
+        measurement.samples = sorted(samples, key=lambda sample: order(sample.cell))
+        measurement.sessions = [*before.sessions, *measurement.sessions]
+    for one in (fresh, *fresh.parts.values()):
+        one.started, one.ended = earlier.started, earlier.ended
+    if isinstance(fresh, SuiteRecord) and isinstance(earlier, SuiteRecord):
+        done = {(label, cell) for label, one in earlier.parts.items() for cell in one.done}
+        fresh.texts = [text for text in earlier.texts if (text.label, text.cell) in done]
 
 
-def machines(record: Record) -> Table | None:
-    """Which machine measured which cells; None where one measured all of them."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for label, measurement in record.parts.items():
-        for session in measurement.sessions:
-            names = [_name((label, cell)) for cell in session.cells]
-            cells.setdefault((session.host, session.environment.machine), []).extend(names)
-    rows = [
-        [*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names
-    ]
-    return (
-        Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4)
-        if len(rows) > 1
-        else None
-    )
+def _name(label: str, cell: Cell) -> str:
+    repeat = f"repeat {cell.repeat + 1}" if cell.repeat else ""
+    return ", ".join(filter(None, [label, str(cell), repeat]))
 
 
-def _refuse_other(record: Record, other: Record, message: str, option: str) -> None:
+def _refuse_other(record: Record, other: Record, folder: Path) -> None:
     """Refuse a record that is not of the same benchmark, saying what differs."""
     before = record.options or {}
     after = other.options or {}
@@ -195,47 +152,21 @@ def _refuse_other(record: Record, other: Record, message: str, option: str) -> N
     if not names and list(ours) != list(theirs):
         names = ["groups"]
     if names:
-        raise InputError(f"{message}: {differ(names)}", option)
+        raise InputError(f"{folder} is of another benchmark: {differ(names)}", "resume")
 
 
-def _copy_finished_cells(whole: Record, sources: Sequence[Record]) -> None:
-    """Take over the finished cells of some records of the same benchmark,
-    with the sessions that measured them.
-    """
-    for label, measurement in whole.parts.items():
-        order = summary.grid_order(measurement.workload)
-        others = [source.parts[label] for source in sources]
-        finished = [(one.samples, one.done) for one in others]
-        samples = [sample for found, done in finished for sample in found if sample.cell in done]
-        measurement.samples = sorted(samples, key=lambda sample: order(sample.cell))
-        measurement.sessions = [
-            *(each for one in others for each in one.sessions),
-            *measurement.sessions,
-        ]
-    for one in (whole, *whole.parts.values()):
-        one.started = min(source.started for source in sources)
-        one.ended = max(source.ended for source in sources)
-    if isinstance(whole, SuiteRecord):
-        texts = [
-            (source.texts, _done(source)) for source in sources if isinstance(source, SuiteRecord)
-        ]
-        whole.texts = [
-            text for found, done in texts for text in found if (text.label, text.cell) in done
-        ]
-
-
-def _done(record: Record) -> set[Place]:
-    return {(label, cell) for label, one in record.parts.items() for cell in one.done}
-
-
-def _places(record: Record) -> Iterator[Place]:
-    """All cells of the grid, with their groups' labels."""
+def machines(record: Record) -> Table | None:
+    """Which machine measured which cells; None where one measured all of them."""
+    cells: dict[tuple[str, str], list[str]] = {}
     for label, measurement in record.parts.items():
-        for cell in measurement.workload.grid(plan_of(record.options or {}).repeats):
-            yield label, cell
-
-
-def _name(place: Place) -> str:
-    label, cell = place
-    repeat = f"repeat {cell.repeat + 1}" if cell.repeat else ""
-    return ", ".join(filter(None, [label, str(cell), repeat]))
+        for session in measurement.sessions:
+            names = [_name(label, cell) for cell in session.cells]
+            cells.setdefault((session.host, session.environment.machine), []).extend(names)
+    rows = [
+        [*machine, str(len(names)), "; ".join(names)] for machine, names in cells.items() if names
+    ]
+    return (
+        Table("What ran where", ["host", "machine", "cells", "which"], rows, left=4)
+        if len(rows) > 1
+        else None
+    )

@@ -431,7 +431,7 @@ class Trial:
         return audits
 
 
-# group's label, cell's number among those to be measured, how many they are, its case, the run that
+# group's label, cell's number among all, how many they are, its case, the run that
 # advanced
 OnProgress = Callable[[str, int, int, Case, Run], None]
 OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
@@ -501,8 +501,7 @@ def measure(
     on_checkpoint: Callable[[], None],
     on_trial: OnTrial | None = None,
 ) -> State:
-    """Run the plan's shard of the grid, but for cells that are done,
-    or as much of it as Ctrl-C leaves time for.
+    """Run the plan's grid, but for cells that are done, or as much of it as Ctrl-C leaves time for.
 
     Args:
         groups: by label, what runs side by side in one setting: a bench has one, a suite one for
@@ -519,20 +518,18 @@ def measure(
     """
     texts = {prompt.name: prompt.tokens for prompt in prompts}
     cells = next(iter(record.parts.values())).workload.grid(plan.repeats)
-    first, shards = plan.shard or (1, 1)
-    mine = range(first - 1, len(cells) * len(groups), shards)
     for order, (label, config) in enumerate(groups.items()):
         measurement = record.parts[label]
         warm = False
         try:
             for number, cell in enumerate(cells, order * len(cells)):
-                if number not in mine or cell in measurement.done:
+                if cell in measurement.done:
                     continue
                 case = Case(**vars(cell), tokens=texts[cell.prompt][: cell.prefill])
                 if not warm:
                     _warm_up(config, prompts[0], plan)
                 warm = True
-                progress = partial(on_progress, label, mine.index(number), len(mine), case)
+                progress = partial(on_progress, label, number, len(cells) * len(groups), case)
                 ended = on_trial and partial(on_trial, label, case)
                 _measure_cell(config, measurement, case, plan, progress, on_checkpoint, ended)
         except KeyboardInterrupt:

@@ -37,10 +37,13 @@ from tswift.errors import TRACEBACK, DecodeError, InputError
 # transformers imports torchao if it can, which need not fit PyTorch
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 _OBJECTS = 50_000  # made between two looks for garbage: imports make millions that stay
+_ONE_PROCESS = "bench measures its grid in one process; several take seeds or prompts of their own"
 # options and commands that there were once, and what to tell somebody who types one
 GONE = {
     "--draft-weights": "a copy of fewer bits hardly drafted faster (0.93 to 0.98 of a step's time "
     "on an H200); the text is the same without it",
+    "--merge": _ONE_PROCESS,
+    "--shard": _ONE_PROCESS,
     "train-draft": "python -m recipes.draft in tswift's repository trains a small model to draft, "
     "and --draft-model takes it",
 }

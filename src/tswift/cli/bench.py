@@ -148,13 +148,6 @@ def bench(
             "--resume",
         ),
     ] = None,
-    merge: Annotated[
-        bool, options.option(_OUTPUT, "Make one result of the FOLDERS of shards.", "--merge")
-    ] = False,
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(help="With --merge: what the shards wrote.", show_default=False),
-    ] = None,
     quiet: options.Quiet = False,
     no_progress: options.NoProgress = False,
 ) -> None:
@@ -171,28 +164,20 @@ def bench(
         **({"tree": tree} if tree else {}),
     }
     judged = {name: given.pop(name) for name in gate.JUDGED if name in given}
-    if folders and not merge:
-        raise InputError("go with --merge", "FOLDERS")
     with ExitStack() as stack:
         from tswift.benchmarking.record import load_measurement
         from tswift.benchmarking.request import Request, absolute_paths
         from tswift.benchmarking.resume import add_seeds, open_record, refuse_changes
-        from tswift.benchmarking.resume import merge as merge_shards
 
         earlier = None
-        missing = list[str]()
-        if merge:
-            earlier, missing = merge_shards(
-                folders or (), [*given, *["resume"] * bool(resume)], typed.command
-            )
-        elif resume:
+        if resume:
             if out:
                 raise InputError("cannot be given together with --resume", "out")
             earlier = open_record(resume, "resume", stack)
             add_seeds(earlier, given.get("seeds", ()))
             refuse_changes(earlier, absolute_paths(given))
         known = (earlier.options or {}) if earlier else given
-        request = Request.of({**known, **judged}, earlier, missing)
+        request = Request.of({**known, **judged}, earlier)
         judging = request.judging
         baseline = load_measurement(judging.against) if judging.against else None
         texts = request.read_texts()
@@ -298,8 +283,6 @@ def _judge(
     if wrong or any(not verdict.ok for verdict in verdicts):
         raise typer.Exit(FAILED)
     if not whole:
-        for name in request.missing:
-            bars.say(f"missing: {name}")
         again = f"tswift bench --resume {shlex.quote(str(folder))}"
         bars.say(f"interrupted; what was measured is in {folder}; {again} goes on")
         raise typer.Exit(INTERRUPTED)

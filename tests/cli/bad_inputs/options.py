@@ -86,6 +86,8 @@ TOGETHER = {
         --out x | --out
     """,
     "bench": """
+        --shard 1/2 | --shard is gone: bench measures its grid in one process
+        --merge a b | --merge is gone
         --prefill 8 --prefill 8 | --prefill
         --seeds 1 --seed 2 | --seeds: is given twice
         --method ar --methods medusa | --methods: is given twice
@@ -145,6 +147,7 @@ TOGETHER = {
     """,
     "tswift": """
         train | --corpus
+        train-draft --corpus x | train-draft is gone: python -m recipes.draft
         train --resume /nowhere | --resume
         heads nope | nope
         heads inspect | file

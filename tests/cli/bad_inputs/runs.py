@@ -106,7 +106,6 @@ _FILES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("batch.json", "out.jsonl.new", "lock", *(f"000001/{name}" for name in _OF_TEXTS)),
     ),
     "bench --resume FOLDER": ("bench", ("bench.json", "lock")),
-    "bench --out merged --merge FOLDER": ("bench", ("bench.json",)),
     "generate --prompt-text x --model MODEL --out FOLDER": (
         "empty",
         ("tokens.u32", "text.txt", "journal", "lock", "prompt.u32.new"),
