@@ -7,14 +7,23 @@ The command line, records and checks are made from the fields; nothing here impo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from tswift.errors import InputError, did_you_mean
 
@@ -54,6 +63,11 @@ class Option:
     # a training that is resumed may change it: it changes no weight, or only by rounding
     free: bool = False
     rare: bool = False  # only ``--help-all`` lists it
+    # what else a value has to be, in words that follow ``must``, and a test of it
+    rule: tuple[str, Callable[[Any], object]] | None = None
+
+
+_ANY = Option("")
 
 
 def option(default: Any, help: str, **carried: Any) -> Any:
@@ -112,12 +126,19 @@ def described(default: object, carried: Option) -> str:
 
 
 @cache
-def type_of(kind: Hashable, name: str) -> tuple[Any, bool]:
-    """The type of a field without ``None``, and whether ``None`` is a value of it."""
-    hint = get_type_hints(kind)[name]
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    plain = [part for part in parts if part is not NoneType]
-    return (plain[0] if len(plain) == 1 else tuple(plain)), NoneType in parts
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def type_of(kind: Any, name: str) -> Any:
+    """The type of a field without ``None``; several as a tuple."""
+    return _plain(_hints(kind)[name])
+
+
+def _plain(hint: Any) -> Any:
+    several = get_origin(hint) in (Union, UnionType)
+    plain = [part for part in (get_args(hint) if several else (hint,)) if part is not NoneType]
+    return plain[0] if len(plain) == 1 else tuple(plain)
 
 
 def check_options(options: Any) -> None:
@@ -125,48 +146,104 @@ def check_options(options: Any) -> None:
     InputError names the first wrong one.
     """
     for each, carried in options_of(options):
-        value = getattr(options, each.name)
         kind: Any = type(options)
-        expected, optional = type_of(kind, each.name)
-        if value is None and optional:
-            continue
-        several = get_origin(expected) is tuple
-        if several and not isinstance(value, (tuple, list)):  # a record of JSON has lists
-            raise InputError(f"must be a list, got {value!r:.60}", each.name)
-        values = tuple(value) if several else (value,)
-        fault = _fault(values, get_args(expected)[0] if several else expected, carried)
-        if fault is not None:
-            raise InputError(fault, each.name)
+        checked(_hints(kind)[each.name], getattr(options, each.name), each.name, carried)
 
 
-def _fault(values: Sequence[Any], expected: type, carried: Option) -> str | None:
-    """What the first wrong one of an option's values must be; None if all are right."""
-    for value in values:
-        number = isinstance(value, Integral if expected is int else Real) and not isinstance(
-            value, bool
-        )
-        if expected is bool:
-            must = None if type(value) is bool else "be yes or no"
-        elif expected in (int, float) and not number:
-            must = "be an integer" if expected is int else "be a number"
-        elif expected is float and isinstance(value, Integral) and abs(int(value)) >> 62:
-            must = "be a number below 2^62, or have a decimal point"
-        elif expected is str and not isinstance(value, str):
-            must = "be a text"
-        elif expected is Path and not isinstance(value, (str, Path)):
-            must = "be a path"
-        elif carried.choices and value not in carried.choices:
-            must = f"be one of {', '.join(carried.choices)}"
-        elif expected in (int, float) and not (isinstance(value, Integral) or math.isfinite(value)):
-            must = f"be {_range(value, carried) or 'a finite number'}"
-        else:
-            limits = ((getattr(carried, name), within) for name, (_, within) in _BOUNDS.items())
-            fits = all(limit is None or within(value, limit) for limit, within in limits)
-            must = None if fits else f"be {_range(value, carried)}"
-        if must is not None:
-            close = did_you_mean(value, carried.choices) if isinstance(value, str) else ""
-            return f"must {must}, got {value!r:.60}{close}"
-    return None
+def checked(hint: Any, value: Any, place: str, carried: Option = _ANY) -> Any:
+    """A value, as JSON has it, as a field of this type has it:
+    an object as a dataclass, some lists as tuples.
+
+    An ``Annotated`` type carries an :class:`Option` of its own.
+
+    Raises:
+        InputError: its ``field`` is the place of the first value that is wrong, such as
+            ``samples[1].seed`` in ``samples``.
+    """
+    origin = get_origin(hint)
+    parts = get_args(hint)
+    if is_dataclass(hint):
+        return _made(hint, value, place)
+    if origin is Annotated:
+        carried = parts[1]
+        value = checked(parts[0], value, place, carried)
+        if carried.rule is not None and not carried.rule[1](value):
+            raise InputError(f"must {carried.rule[0]}, got {value!r:.60}", place)
+        return value
+    if NoneType in parts:
+        return None if value is None else checked(_plain(hint), value, place, carried)
+    must = None
+    if origin is dict:
+        if isinstance(value, dict):
+            items = value.items()
+            return {name: checked(parts[1], one, f"{place}.{name}") for name, one in items}
+        must = "be an object"
+    elif origin in (list, tuple):
+        several = isinstance(value, (list, tuple))
+        each = origin is list or parts[-1] is Ellipsis
+        kinds = parts[:1] * len(value) if several and each else parts
+        if several and len(kinds) == len(value):
+            made = zip(kinds, value, strict=True)
+            # several values of an option are one to who typed them
+            return origin(
+                checked(*one, place if carried.help else f"{place}[{n}]", carried)
+                for n, one in enumerate(made)
+            )
+        must = "be a list" if each else f"be a list of {len(parts)}"
+    elif origin is Literal:
+        must = None if repr(value) == repr(parts[0]) else f"be {parts[0]!r}"
+    else:
+        must = _fault(value, hint, carried)
+    if must is not None:
+        close = did_you_mean(value, carried.choices) if isinstance(value, str) else ""
+        raise InputError(f"must {must}, got {value!r:.60}{close}", place)
+    return value
+
+
+def _made(kind: Any, content: Any, place: str) -> Any:
+    """A dataclass of what JSON has of it; its ``gather`` says what of that goes where."""
+    if not isinstance(content, Mapping):
+        raise InputError(f"must be an object, got {content!r:.60}", place)
+    known = kind.gather(content) if hasattr(kind, "gather") else content
+    hints = _hints(kind)
+    if unknown := known.keys() - hints.keys():
+        raise InputError("is no field", f"{place}.{min(unknown)}")
+    made = {}
+    for each in fields(kind):
+        where = f"{place}.{each.name}"
+        if each.name in known:
+            own = where if each.name in content else place
+            made[each.name] = checked(hints[each.name], known[each.name], own)
+        elif each.default is each.default_factory is MISSING:
+            raise InputError("is missing", where)
+    try:
+        return kind(**made)
+    except ValueError as error:
+        raise InputError(str(error), place) from None
+
+
+def _fault(value: Any, expected: Any, carried: Option) -> str | None:
+    """What a value must be; None if it is right."""
+    number = not isinstance(value, bool) and isinstance(
+        value, Integral if expected is int else Real
+    )
+    if expected is bool:
+        return None if type(value) is bool else "be yes or no"
+    if expected in (int, float) and not number:
+        return "be an integer" if expected is int else "be a number"
+    if expected is float and isinstance(value, Integral) and abs(int(value)) >> 62:
+        return "be a number below 2^62, or have a decimal point"
+    if expected is str and not isinstance(value, str):
+        return "be a text"
+    if expected is Path and not isinstance(value, (str, Path)):
+        return "be a path"
+    if carried.choices and value not in carried.choices:
+        return f"be one of {', '.join(carried.choices)}"
+    if expected in (int, float) and not (isinstance(value, Integral) or math.isfinite(value)):
+        return f"be {_range(value, carried) or 'a finite number'}"
+    limits = ((getattr(carried, name), within) for name, (_, within) in _BOUNDS.items())
+    fits = all(limit is None or within(value, limit) for limit, within in limits)
+    return None if fits else f"be {_range(value, carried)}"
 
 
 def _range(value: object, carried: Option) -> str:

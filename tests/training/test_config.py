@@ -39,7 +39,7 @@ def test_defaults_of_a_gpu_and_of_a_cpu(typed, schedule):
 
 def test_every_number_has_a_range_and_every_choice_is_taken():
     for item, carried in options_of(HeadsConfig):
-        if type_of(HeadsConfig, item.name)[0] is not str:
+        if type_of(HeadsConfig, item.name) is not str:
             bad = carried.above if carried.least is None else carried.least - 1
             with refused(rf"^{item.name}: must be .*, got "):
                 HeadsConfig("x", **{item.name: bad})

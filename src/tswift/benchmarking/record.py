@@ -11,67 +11,53 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache, partial
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from types import NoneType
 from typing import (
     Annotated,
     Any,
     Literal,
-    NamedTuple,
-    get_args,
-    get_origin,
-    get_type_hints,
 )
 
 from tswift.errors import MAX_RECORD, InputError, Object, parse_json, read_file
+from tswift.options import Option, checked
 
 SCHEMA: Literal[1] = 1
-_LARGEST = 10**300  # of a number in a file; whatever is computed from it is still finite
-
-
-class _Rule(NamedTuple):
-    """What a value has to be beyond its type, in words that follow ``is not``; and a test of it."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < _LARGEST  # type: ignore[arg-type, operator]
+_LARGEST = 1e300  # of a number in a file; whatever is computed from it is still finite
 
 
 def _is_setting(value: Any) -> bool:
     """Whether it is a sampling parameter's value: a text, a number, or several numbers."""
     several = value.values() if isinstance(value, dict) else value
     return all(
-        isinstance(one, str) or _is_number(one)
+        isinstance(one, str) or (type(one) in (int, float) and abs(one) < _LARGEST)
         for one in (several if isinstance(value, list | dict) else [value])  # type: ignore[union-attr]
     )
 
 
-def _matching(pattern: str) -> _Rule:
-    return _Rule(f"of the form {pattern}", partial(re.search, pattern))  # type: ignore[arg-type]
+def _matching(pattern: str) -> Option:
+    return Option("", rule=(f"be of the form {pattern}", partial(re.search, pattern)))
 
 
 Options = Object  # as typed, or as JSON has them, by name
-_NUMBER = "of the type number, or too large"
-Number = Annotated[float, _Rule(_NUMBER, _is_number)]  # an int stays one
-Positive = Annotated[Number, _Rule("above 0", lambda value: value > 0)]
-Amount = Annotated[Number, _Rule("0 or more", lambda value: value >= 0)]
-Share = Annotated[Number, _Rule("between 0 and 1", lambda value: 0 <= value <= 1)]
-Integer = Annotated[int, _Rule(_NUMBER, _is_number)]
-Count = Annotated[Integer, _Rule("0 or more", lambda value: value >= 0)]
-Size = Annotated[Integer, _Rule("1 or more", lambda value: value >= 1)]
-Setting = Annotated[object, _Rule(_NUMBER, _is_setting)]
+_float = partial(Option, "", below=_LARGEST)
+_int = partial(Option, "", most=_LARGEST)
+Number = Annotated[float, _float(above=-_LARGEST)]  # an int stays one
+Positive = Annotated[float, _float(above=0)]
+Amount = Annotated[float, _float(least=0)]
+Share = Annotated[float, Option("", least=0, most=1)]
+Integer = Annotated[int, _int(least=-_LARGEST)]
+Count = Annotated[int, _int(least=0)]
+Size = Annotated[int, _int(least=1)]
+Setting = Annotated[object, Option("", rule=("be a text or numbers", _is_setting))]
 Hash = Annotated[str, _matching("^[0-9a-f]{64}$")]
 Time = Annotated[str, _matching("^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}")]
 # running: to come, or it was killed
-State = Annotated[str, _matching("^(running|finished|interrupted)$")]
-_SOME = _Rule("a list of one or more", bool)
+State = Annotated[str, Option("", choices=("running", "finished", "interrupted"))]
+_SOME = Option("", rule=("name something", bool))
 Command = Annotated[list[str], _SOME]
 Sizes = Annotated[list[Size], _SOME]
 
@@ -151,14 +137,14 @@ class Point:
         """A metric's value, by its name in ``METRICS``; None where it has none."""
         return {**vars(self), **self.others, **(self.quality or {})}.get(name)
 
-
-_OWN = {each.name for each in fields(Point)} - {"others"}
-
-
-def gather(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point's values by name, with those that have no field of their own among the ``others``."""
-    others = {name: value for name, value in point.items() if name not in _OWN}
-    return {**{name: value for name, value in point.items() if name in _OWN}, "others": others}
+    @classmethod
+    def gather(cls, point: Mapping[str, Any]) -> Object:
+        """A point's values by name, with those that have no field of their own among the
+        ``others``.
+        """
+        own = {each.name for each in fields(cls)} - {"others"}
+        others = {name: value for name, value in point.items() if name not in own}
+        return {**{name: value for name, value in point.items() if name in own}, "others": others}
 
 
 @dataclass(kw_only=True)
@@ -220,7 +206,7 @@ class Simulation:
     """
 
     weights: bool
-    alpha: Annotated[Share, _Rule("above 0", bool)] | None
+    alpha: Annotated[float, Option("", above=0, most=1)] | None
 
 
 @dataclass(kw_only=True)
@@ -244,7 +230,7 @@ class Workload:
     lens: Sizes
     seeds: Annotated[list[Integer], _SOME]
     methods: Annotated[list[str], _SOME]  # contenders' labels
-    ar: Annotated[str, _matching("^(full|sampled)$")]
+    ar: Annotated[str, Option("", choices=("full", "sampled"))]
     draft_model: DraftModel | None = None
     draft_weights: str | None = None  # of drafting passes, until 0.1
     kv_dtype: str | None = None  # where it is not the model's
@@ -370,6 +356,11 @@ class SuiteRecord:
         """By label, its measurements."""
         return {group.label: group.measurement for group in self.groups}
 
+    @classmethod
+    def gather(cls, content: Mapping[str, Any]) -> Object:
+        """The fields; a file's rows follow from them."""
+        return {each.name: content[each.name] for each in fields(cls) if each.name in content}
+
 
 Record = Measurement | SuiteRecord
 _KINDS: dict[str, type[Measurement | SuiteRecord]] = {"bench": Measurement, "suite": SuiteRecord}
@@ -435,9 +426,9 @@ def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
         found = f"{known.get('schema')!s:.40}"
         raise InputError(f"{path} has schema version {found}, this tswift reads {SCHEMA}", option)
     try:
-        record: Record = _checked(_KINDS[kind], content, "$")
-    except _Wrong as error:
-        raise InputError(f"{path} is damaged ({error})", option) from None
+        record: Record = checked(_KINDS[kind], content, "$")
+    except InputError as error:
+        raise InputError(f"{path} is damaged ({str(error)[:300]})", option) from None
     if (record.options or {}).get("shard"):  # it ended before the whole grid was measured
         raise InputError(f"{path} is a shard, as tswift 0.1 measured them", option)
     return record
@@ -452,78 +443,3 @@ def load_measurement(path: Path, option: str = "against") -> Measurement:
     if not any(sample.points for sample in measurement.samples):
         raise InputError(f"{path} holds no samples", option)
     return measurement
-
-
-class _Wrong(ValueError):
-    """Which value of a record is wrong, by the way to it, and how."""
-
-    def __init__(self, place: str, what: str) -> None:
-        super().__init__(f"{place[:200]}: {what[:100]}")
-
-
-@cache
-def _types(kind: Any) -> dict[str, tuple[Any, Field[Any]]]:
-    """The fields of a dataclass by name, with their types."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {each.name: (hints[each.name], each) for each in fields(kind)}
-
-
-def _checked(kind: Any, value: Any, place: str) -> Any:
-    """A value of JSON as a field of this type has it.
-
-    Raises:
-        _Wrong: it is of another type, or breaks a rule of the type's annotation.
-    """
-    origin = get_origin(kind)
-    parts = get_args(kind)
-    if is_dataclass(kind):
-        return _made(kind, value, place)  # type: ignore[type-var]
-    if origin is Annotated:
-        # a float's rule says what is one
-        value = value if parts[0] is float else _checked(parts[0], value, place)
-        for rule in parts[1:]:
-            if not rule.holds(value):
-                raise _Wrong(place, f"is not {rule.words}")
-        return value
-    if NoneType in parts:
-        (kind,) = (part for part in parts if part is not NoneType)
-        return None if value is None else _checked(kind, value, place)
-    right: Any = list if origin is tuple else origin or kind
-    if origin is Literal:
-        right = type(parts[0])
-    if right not in (object, Any) and type(value) is not right:
-        raise _Wrong(place, f"is not of the type {right.__name__}")
-    if origin is Literal and value not in parts:
-        raise _Wrong(place, f"is not {parts[0]}")
-    if origin is tuple and len(value) != len(parts):
-        raise _Wrong(place, f"is not {len(parts)} values")
-    if right is dict:
-        return {name: _checked(parts[1], one, f"{place}.{name}") for name, one in value.items()}
-    if right is list:
-        kinds = parts if origin is tuple else parts * len(value)
-        made = (_checked(*each, f"{place}[{n}]") for n, each in enumerate(zip(kinds, value)))  # noqa: B905
-        return origin(made)
-    return value
-
-
-def _made(kind: Any, content: Any, place: str) -> Any:
-    """A dataclass of what JSON has of it."""
-    if not isinstance(content, Mapping):
-        raise _Wrong(place, "is not an object")
-    if kind is Point:
-        content = gather(content)
-    types = _types(kind)
-    made = {}
-    for name, value in content.items():
-        if name in types:
-            where = place if name == "others" else f"{place}.{name}"
-            made[name] = _checked(types[name][0], value, where)
-        elif kind is not SuiteRecord:  # whose rows follow from the rest
-            raise _Wrong(f"{place}.{name}", "is no field")
-    for name, (_, each) in types.items():
-        if name not in made and each.default is each.default_factory is MISSING:
-            raise _Wrong(f"{place}.{name}", "Field required")
-    try:
-        return kind(**made)
-    except ValueError as error:
-        raise _Wrong(place, str(error)) from None

@@ -38,7 +38,6 @@ from tswift.benchmarking.record import (
     Simulation,
     State,
     Workload,
-    gather,
     to_json,
     workload_hash,
 )
@@ -395,7 +394,7 @@ class Trial:
             reused=stats.reused,
             ar_seconds=ar_seconds,
             speedup=ar_seconds / stats.seconds,
-            **gather(metrics),
+            **Point.gather(metrics),
         )
 
     def explain(

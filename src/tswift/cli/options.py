@@ -99,7 +99,7 @@ def takes(
             inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         ]
         for name, (kind, default, option) in carried.items():
-            own_type = type_of(kind, name)[0]
+            own_type = type_of(kind, name)
             hint = str if option.parse is not None else own_type
             if (
                 option.parse is not None
