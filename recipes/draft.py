@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import time
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +81,7 @@ class DraftPlan:
     steps: int
     shape: str = "demo"
     reach: int | None = None  # positions it is made for; None for the shape's
-    row: int = 512  # tokens
+    seq_len: int = 512  # tokens of a row
     batch: int = 8  # rows of a step
     lr: float = 0.02  # Muon's highest; 0.15 of it is AdamW's
     weight_decay: float = 0.01
@@ -90,6 +89,21 @@ class DraftPlan:
     seed: int = 0
     held_out: int | None = None  # documents; None for 4, a tenth at most
     save_every: int = 200  # steps between checkpoints
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "save_every"):
+            if getattr(self, name) < 1:
+                raise InputError(f"must be at least 1, got {getattr(self, name)}", name)
+        if self.seq_len > self.positions:
+            raise InputError(
+                f"is {self.seq_len:,}, the draft model is to have {self.positions:,} positions",
+                "seq_len",
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions that the draft model is made for."""
+        return int(self.reach or SHAPES[self.shape]["max_position_embeddings"])
 
 
 def train_draft(model: LoadedModel, plan: DraftPlan, out: Path, work: Path) -> Object:
@@ -107,9 +121,9 @@ def train_draft(model: LoadedModel, plan: DraftPlan, out: Path, work: Path) -> O
     if path.exists() and (out / MODEL).exists():
         return dict(json.loads(path.read_text()))
     target = model.target
-    rows = HeadsConfig(plan.corpus, seq_len=plan.row, held_out=plan.held_out)
+    rows = HeadsConfig(plan.corpus, seq_len=plan.seq_len, held_out=plan.held_out)
     documents = prepare(rows, model.tokenizer, target.vocab_size)
-    held_out = documents.held_out_rows(plan.row)
+    held_out = documents.held_out_rows(plan.seq_len)
     params, _ = apply_eos_policy(SamplingParams(), model.eos_ids, False)
 
     def scores(network: PreTrainedModel) -> Scores:
@@ -119,8 +133,7 @@ def train_draft(model: LoadedModel, plan: DraftPlan, out: Path, work: Path) -> O
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         network = _network(target, plan).to(target.device)
-    reach = network.config.max_position_embeddings
-    log(f"draft model of {network.num_parameters():,} parameters, {reach:,} positions")
+    log(f"draft model of {network.num_parameters():,} parameters, {plan.positions:,} positions")
     before = scores(network)
     log(f"held out, before: {before}")
     ends = (network.get_input_embeddings().weight, network.get_output_embeddings().weight)
@@ -129,11 +142,11 @@ def train_draft(model: LoadedModel, plan: DraftPlan, out: Path, work: Path) -> O
     started = time.monotonic() - seconds
     for step in range(done, plan.steps):
         key = (plan.seed, step, 0)
-        ids = torch.from_numpy(documents.batch(plan.batch, plan.row, key)).to(target.device)
+        ids = torch.from_numpy(documents.batch(plan.batch, plan.seq_len, key)).to(target.device)
         positions = None
-        if reach >= plan.row + 2:  # far positions are learnt from short rows
+        if plan.positions >= plan.seq_len + 2:  # far positions are learnt from short rows
             rng = np.random.default_rng([*key, 1])
-            jumping = jumping_positions(plan.batch, plan.row, reach, rng)
+            jumping = jumping_positions(plan.batch, plan.seq_len, plan.positions, rng)
             positions = torch.from_numpy(jumping).to(target.device)
         halves = target.dtype == torch.bfloat16
         with torch.autocast(target.device.type, torch.bfloat16, enabled=halves):
@@ -155,7 +168,7 @@ def train_draft(model: LoadedModel, plan: DraftPlan, out: Path, work: Path) -> O
     log(f"held out, after: {after}")
     record = {
         "steps": plan.steps,
-        "tokens": plan.steps * plan.batch * plan.row,
+        "tokens": plan.steps * plan.batch * plan.seq_len,
         "seconds": seconds,
         "environment": environment(target.device),
         "before": before,
@@ -175,7 +188,7 @@ def _network(target: Target, plan: DraftPlan) -> LlamaForCausalLM:
     """A Llama of random weights with the vocabulary of a model."""
     text = target.model.config.get_text_config()
     shape = {**SHAPES[plan.shape], "vocab_size": target.vocab_size}
-    shape["max_position_embeddings"] = plan.reach or shape["max_position_embeddings"]
+    shape["max_position_embeddings"] = plan.positions
     ends = {"bos_token_id": text.bos_token_id, "eos_token_id": text.eos_token_id}
     network = LlamaForCausalLM(LlamaConfig(**shape, **ends)).float()
     network.set_attn_implementation(CAUSAL)
@@ -232,34 +245,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = DraftPlan("", 0)
+    usual = DraftPlan("", 2000)
     parser.add_argument("--model", default=DEMO, help="that it drafts for: %(default)s")
     parser.add_argument(
         "--corpus", default=PG19, help="folder of .parquet or .txt files, or a hub id: %(default)s"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the model")
     parser.add_argument("--work", type=Path, help="intermediate results: OUT/work")
-    parser.add_argument("--steps", type=int, default=2000, help="%(default)s")
+    parser.add_argument("--steps", type=int, default=usual.steps, help="%(default)s")
     parser.add_argument("--shape", choices=SHAPES, default=usual.shape, help="%(default)s")
     parser.add_argument("--reach", type=int, help="positions it is made for: the shape's")
     for name, what in {
-        "row": "tokens of a row",
+        "seq_len": "tokens of a row",
         "batch": "rows of a step",
         "seed": "of first weights and rows",
     }.items():
-        parser.add_argument(f"--{name}", type=int, default=getattr(usual, name), help=what)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=getattr(usual, name), help=what)
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    names = ("corpus", "steps", "shape", "reach", "row", "batch", "seed")
-    plan = DraftPlan(**{name: getattr(args, name) for name in names})
+    names = ("corpus", "steps", "shape", "reach", "seq_len", "batch", "seed")
     try:
+        plan = DraftPlan(**{name: getattr(args, name) for name in names})
         train_draft(
             load_large(args.model, args.device), plan, args.out, args.work or args.out / "work"
         )
     except InputError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted; the same command goes on from the last checkpoint\n")
 
 
 if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        main()
+    main()

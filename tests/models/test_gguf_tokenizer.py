@@ -118,7 +118,7 @@ def test_what_stands_around_a_text(pre, said, wanted, tmp_path):
     path = byte_level(tmp_path / "x.gguf", pre, bos_token_id=259, eos_token_id=261, **said)
     tokenizer = tokenizer_of(read_gguf(path))
     assert ids(tokenizer, "a", bare=False) == wanted
-    tokenizer.save_pretrained(tmp_path / "saved")  # as train-draft does
+    tokenizer.save_pretrained(tmp_path / "saved")  # as recipes.draft does
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert ids(again, "a", bare=False) == wanted
 

@@ -19,6 +19,7 @@ from recipes.demo_draft import agreements
 from recipes.draft import SHAPES, DraftPlan, text_loss, train_draft
 from recipes.pretrain import CAUSAL
 from tests.helpers import CPU, VOCAB, refused, seeded, tiny_llama
+from tests.rows import every_row
 from tests.training.test_losses import IDS, JUMPING, ROWS
 from tswift.forward.target import Target
 from tswift.models.architecture import skeleton
@@ -75,9 +76,22 @@ def test_it_learns_in_stretches_as_in_one_piece(most):
     torch.testing.assert_close(*slopes)
 
 
+@every_row(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps: must be at least 1, got 0"),
+        ({"batch": 0}, "batch: must be at least 1, got 0"),
+        ({"shape": "205m", "seq_len": 4096}, "seq_len: is 4,096, the draft model is to have 2,048"),
+    ],
+)
+def test_what_cannot_be_trained(given, message):
+    with refused(f"^{message}"):
+        DraftPlan(**{"corpus": "x", "steps": 3, **given})
+
+
 def test_a_draft_model_learns_and_is_gone_on_with(tiny, tmp_path, monkeypatch):
     model = draft.load_large(str(tiny.model), "cpu")
-    plan = DraftPlan(str(tiny.corpus), 15, reach=1000, row=64, batch=4, warmup=2, save_every=5)
+    plan = DraftPlan(str(tiny.corpus), 15, reach=1000, seq_len=64, batch=4, warmup=2, save_every=5)
     record = train_draft(model, plan, tmp_path / "out", tmp_path / "work")
     before, after = record["before"], record["after"]
     assert after["target_loss"] == before["target_loss"] < after["loss"] < before["loss"] - 1.5

@@ -110,7 +110,7 @@ def test_the_recipe_makes_a_draft_model(tmp_path, corpus, monkeypatch):
         tmp_path / "out",
     )
     demo_draft.keep_documents(str(corpus), path)
-    config = DraftPlan(str(path.parent), 3, row=32, batch=2, warmup=1, held_out=1)
+    config = DraftPlan(str(path.parent), 3, seq_len=32, batch=2, warmup=1, held_out=1)
     demo_draft.build(str(corpus), out, work, config, "Weather")
     card = (out / "README.md").read_text()
     weights = (out / "model.safetensors").read_bytes()
