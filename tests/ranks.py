@@ -19,17 +19,8 @@ from unittest.mock import patch
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_MODELS = "transformers.models.{0}.modeling_{0}"
 _CONTEXT.set_forkserver_preload(
-    [
-        *(
-            "torch.distributed.tensor",
-            _MODELS.format("llama"),
-            _MODELS.format("qwen2"),
-            "benchmarks.architectures",
-        ),
-        *("tswift.cli.app", "tswift.cli.output", "tswift.engine", "tswift.jobs.job"),
-    ]
+    ["transformers.models.llama.modeling_llama", "tswift.cli.app", "tswift.training.run"]
 )
 
 
@@ -43,57 +34,49 @@ class Ended:
     err: str
 
 
-class Started:
-    """Ranks at work."""
-
-    def __init__(self, folder: Path, count: int, function: Callable[..., Any], *given):
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-            # wherever the test has gone
-            multiprocessing.forkserver.ensure_running()
-        # torchrun keeps one, too
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "test",
-        }
-        self._pipes, self.processes = [], []
-        self._files = [folder / f"rank{rank}" for rank in range(count)]
-        for rank, file in enumerate(self._files):
-            receive, send = _CONTEXT.Pipe(duplex=False)
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _CONTEXT.Process(
-                target=_work, args=(send, file, environment, function, given), daemon=True
-            )
-            process.start()
-            send.close()
-            self._pipes.append(receive)
-            self.processes.append(process)
-
-    def end(self, seconds: float = 60) -> list[Ended]:
-        """Wait for all of them; those that hang are killed, and say -9."""
-        ended = []
-        for process, pipe, file in zip(self.processes, self._pipes, self._files, strict=True):
-            found = None
-            if pipe.poll(seconds):
-                with suppress(EOFError):  # it was killed
-                    found = pipe.recv()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            out = file.with_suffix(".out").read_bytes()
-            err = file.with_suffix(".err").read_text()
-            ended.append(Ended(process.exitcode, found, out, err))
-        return ended
-
-
-def on_ranks(folder: Path, count: int, function: Callable[..., Any], *given) -> list[Ended]:
-    """What every rank finds when it calls a function of a test module."""
-    return Started(folder, count, function, *given).end()
+def on_ranks(
+    folder: Path, count: int, function: Callable[..., Any], *given, seconds: float = 60
+) -> list[Ended]:
+    """What every rank finds when it calls a function of a test module; those that hang are killed,
+    and say -9.
+    """
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        # wherever the test has gone
+        multiprocessing.forkserver.ensure_running()
+    # torchrun keeps one, too
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    started = []
+    for rank in range(count):
+        file = folder / f"rank{rank}"
+        receive, send = _CONTEXT.Pipe(duplex=False)
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _CONTEXT.Process(
+            target=_work, args=(send, file, environment, function, given), daemon=True
+        )
+        process.start()
+        send.close()
+        started.append((process, receive, file))
+    ended = []
+    for process, pipe, file in started:
+        found = None
+        if pipe.poll(seconds):
+            with suppress(EOFError):  # it was killed
+                found = pipe.recv()
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        out = file.with_suffix(".out").read_bytes()
+        ended.append(Ended(process.exitcode, found, out, file.with_suffix(".err").read_text()))
+    return ended
 
 
 def _work(send, file: Path, environment: dict[str, str], function, given):

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.device_step_check import try_steps
 from tswift.decoding.drafter import Step, WalkFn
-from tswift.decoding.lockstep import agree, lockstep
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
-from tswift.distributed import ALONE, Dist, guard
-from tswift.drafting.costs import costs_of, measure
+from tswift.drafting.costs import costs_of
 from tswift.drafting.methods import make_drafter, possible, resolved
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
@@ -100,12 +98,12 @@ class Request:
             raise InputError(f"must be between 0 and {most}, got {self.logprobs}", "logprobs")
 
     def text(
-        self, tokenizer: PreTrainedTokenizerBase, rules: TextRules, ranks: Dist
+        self, tokenizer: PreTrainedTokenizerBase, rules: TextRules
     ) -> tuple[TextStream | None, str]:
         """What makes text of tokens, and finds stop strings and loops in it; and what it gave of
         those written so far. None where nobody wants it.
         """
-        if not (rules.stop or rules.loop is not None or (self.texts and ranks.first)):
+        if not (rules.stop or rules.loop is not None or self.texts):
             return None, ""
         text = TextStream(tokenizer, rules)
         before = text.add(self.written)
@@ -137,19 +135,15 @@ class Generation:
     rules: TextRules  # with the token ids that end the text early
     params: SamplingParams  # banned end-of-text tokens included
     options: DraftOptions  # resolved
-    need: MemoryEstimate  # of a rank, for its own part
+    need: MemoryEstimate
     costs: PassCosts = NOMINAL  # by which it chooses, where its method does
-    ranks: Dist = ALONE  # those that decode together
     # makes text of tokens, and finds stop strings and loops in it; None where nobody wants it
     text: TextStream | None = None
     before: str = ""  # the text of the tokens that were written before
 
     def steps(self) -> Iterator[Step]:
-        """The steps of the decode; prefills first unless that was done (by
-        all ranks or by none).
-        """
-        steps = self.decoding.steps(self.rules.ends, self.text)
-        return steps if self.ranks.count == 1 else lockstep(steps, self.ranks)
+        """The steps of the decode; prefills first unless that was done."""
+        return self.decoding.steps(self.rules.ends, self.text)
 
 
 def begin(
@@ -160,69 +154,45 @@ def begin(
 ) -> Generation:
     """Check a request, and allocate the caches.
 
-    Where ranks hold the model together, all of them have to call this, and what rank 0 asks for
-    counts.
-
     Args:
         simulate: makes that of :class:`Decoding` from the most tokens drafted along a path.
         earlier: as for :class:`Decoding`.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
-            options that do not fit the model, or more positions or memory than there are; on any
-            rank.
+            options that do not fit the model, or more positions or memory than there are.
     """
-    ranks = model.ranks
-    request = ranks.share(request)
-    with ranks.fail_together():
-        request.check(model.target.vocab_size)
-        params, ends = apply_eos_policy(
-            request.params, model.eos_ids, request.stop_at_eos, request.ignore_eos
-        )
-        rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
-        text = request.text(model.tokenizer, rules, ranks)
-        if model.target.device.type == "cuda":
-            try_steps(model.target, params)
-            warn_of_fallbacks(model.target)
-        method = find_method(request.method)
-        target = model.target.reference() if method.reference else model.target
-        draft = model.draft is not None
-        options = resolved(request.method, target, model.heads, request.options, draft)
-        need = check(target, request.demand(options), draft=model.draft)
-    costs = NOMINAL
-    draft_options = options
-    if options.costs == MEASURED and ranks.count == 1:
-        costs = costs_of(target, model.heads)
-    elif options.costs == MEASURED:
-        # by all ranks together, which must decide alike: their clocks differ
-        draft_options = replace(options, costs="nominal")
-        with guard():
-            costs = ranks.share(measure(target, model.heads))
-    with ranks.fail_together():
-        drafter = make_drafter(
-            request.method,
-            target,
-            model.heads,
-            draft_options,
-            model.draft,
-            need.positions,
-            costs,
-        )
-        if ranks.count > 1:
-            agree(drafter, ranks)
-        decoding = Decoding(
-            target,
-            request.prompt,
-            params,
-            request.seed,
-            drafter,
-            request.length,
-            simulate and simulate(drafter.depth),
-            request.written,
-            request.logprobs,
-            earlier,
-        )
-    return Generation(decoding, drafter.depth, rules, params, options, need, costs, ranks, *text)
+    request.check(model.target.vocab_size)
+    params, ends = apply_eos_policy(
+        request.params, model.eos_ids, request.stop_at_eos, request.ignore_eos
+    )
+    rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
+    text = request.text(model.tokenizer, rules)
+    if model.target.device.type == "cuda":
+        try_steps(model.target, params)
+        warn_of_fallbacks(model.target)
+    method = find_method(request.method)
+    target = model.target.reference() if method.reference else model.target
+    draft = model.draft is not None
+    options = resolved(request.method, target, model.heads, request.options, draft)
+    need = check(target, request.demand(options), draft=model.draft)
+    costs = costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL
+    drafter = make_drafter(
+        request.method, target, model.heads, options, model.draft, need.positions, costs
+    )
+    decoding = Decoding(
+        target,
+        request.prompt,
+        params,
+        request.seed,
+        drafter,
+        request.length,
+        simulate and simulate(drafter.depth),
+        request.written,
+        request.logprobs,
+        earlier,
+    )
+    return Generation(decoding, drafter.depth, rules, params, options, need, costs, *text)
 
 
 @wraps(loading.load)

@@ -248,3 +248,20 @@ def test_folders_of_tests_may_have_blanks(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     words = words_of([f"generate --model {folder}/m --stop 'a b'"])
     assert words == ["generate", "--model", f"{folder}/m", "--stop", "a b"]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_training_is_done_by_several_processes(tswift, monkeypatch, rank):
+    for name, value in (("TORCHELASTIC_RUN_ID", "test"), ("WORLD_SIZE", "2"), ("RANK", rank)):
+        monkeypatch.setenv(name, value)
+    for command in ("generate", "bench", "compare", "verify", "roofline"):
+        message = (
+            f"tswift {command} works in one process, and no model is split over ranks any more"
+        )
+        result = tswift(command)
+        assert (result.code, result.out) == (2, b"")
+        said = f"tswift: error: {message}; start it without torchrun\n"
+        assert result.err == (said if rank == "0" else "")
+    for name in ("WORLD_SIZE", "RANK"):  # alone, it is no copy of another one
+        monkeypatch.setenv(name, str(int(name == "WORLD_SIZE")))
+    tswift("runs .").ok()

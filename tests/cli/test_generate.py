@@ -122,7 +122,6 @@ def test_run_json(tswift, prompt, checkpoint, tmp_path):
         "eos_ids": [0],
         "simulated": False,
         "quantization": None,
-        "ranks": 1,
     }
     digest = sha256(np.array(ids, "<u4").tobytes()).hexdigest()
     assert run["prompt"] == {"source": str(prompt), "tokens": 7, "sha256": digest}

@@ -22,7 +22,6 @@ from tests.fuzzing import few
 from tests.helpers import CPU, first, needs_triton, options_for, refused, seeded, tokens_of
 from tests.models.gguf_files import dequantized, tiny_model, write_gguf, write_one
 from tswift.caches import KVShape
-from tswift.distributed import ALONE
 from tswift.forward import adapting, exact_passes
 from tswift.forward.cpu.products import PackedLinear
 from tswift.forward.cuda import coded, layers_check
@@ -35,7 +34,7 @@ from tswift.loading import plan as planning
 from tswift.loading.model import LoadedModel, load
 from tswift.loading.plan import ModelPlan, _refuse_unfit
 from tswift.models.checkpoint import Checkpoint
-from tswift.models.codes import Codes, CodesOnDevice, quantize
+from tswift.models.codes import UNIT, Codes, CodesOnDevice, quantize
 from tswift.models.config import ModelConfig
 from tswift.models.gguf import _DECODERS, read_gguf
 from tswift.speculators.heads import lm_head_rows
@@ -508,6 +507,17 @@ def test_kernels_that_fail_are_told_before_weights_are_read(
         made(tmp_path, "int4", "sdpa", "bfloat16")
 
 
+def test_each_form_and_size_that_a_model_has_is_tried(tmp_path, on_device, monkeypatch):
+    right = CodedLinear.forward
+
+    def product(self, rows):  # right for the unit that is tried before weights are read
+        return right(self, rows) * (1 if self.bias is None and len(self.weight) == UNIT else 2)
+
+    monkeypatch.setattr(CodedLinear, "forward", product)
+    with refused("the kernel of products computes something else"):
+        made(tmp_path, "int4", "sdpa", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype", "option", "reason"),
     [
@@ -532,6 +542,6 @@ def test_what_cannot_be_had_is_refused_by_name(
     asked = ModelConfig(model=model, weights="int4")
     plan = ModelPlan(asked, Checkpoint.find(model), torch.device("cuda"), kind, kind)
     with refused(reason) as caught:
-        _refuse_unfit(plan, ALONE)
+        _refuse_unfit(plan)
     assert caught.value.field == option
-    _refuse_unfit(replace(plan, device=CPU, dtype=torch.float32), ALONE)
+    _refuse_unfit(replace(plan, device=CPU, dtype=torch.float32))

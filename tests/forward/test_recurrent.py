@@ -269,7 +269,7 @@ def test_a_run_killed_within_its_prompt_goes_on_the_same(tmp_path, monkeypatch):
     )
     loaded = load(asked.model.model, device="cpu")
     for module in (job, resuming):
-        monkeypatch.setattr(module, "load_model", lambda config, ranks: loaded)
+        monkeypatch.setattr(module, "load_model", lambda config: loaded)
     monkeypatch.setattr(files, "_TOKENS", 5)
 
     def run(begun):

@@ -33,7 +33,7 @@ def asked(checkpoint: Path, tmp_path, monkeypatch) -> RunConfig:
     """A short run with frequent checkpoints and log-probabilities; the model is loaded once."""
     model = real_load(str(checkpoint), dtype="float64", device="cpu")
     for module in (jobs, resuming):
-        monkeypatch.setattr(module, "load_model", lambda config, ranks: model)
+        monkeypatch.setattr(module, "load_model", lambda config: model)
     monkeypatch.setattr(files, "_TOKENS", 5)
     monkeypatch.setattr(files, "_SECONDS", 3600.0)
     sampling = {"temperature": 1.3, "min_p": 0.0}

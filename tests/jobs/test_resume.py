@@ -54,7 +54,7 @@ def model(checkpoint: Path) -> LoadedModel:
 def quick(model: LoadedModel, monkeypatch):
     """The model is loaded once, and checkpoints are frequent."""
     for module in (jobs, resuming):
-        monkeypatch.setattr(module, "load_model", lambda config, ranks: model)
+        monkeypatch.setattr(module, "load_model", lambda config: model)
     monkeypatch.setattr(files, "_TOKENS", 16)
 
 
@@ -410,7 +410,7 @@ def test_another_tokenizer_is_refused(asked, model, whole, monkeypatch):
     record = record_of(folder)
     del record["model"]["tokenizer"]
     write_record(folder, record)
-    monkeypatch.setattr(resuming, "load_model", lambda config, ranks: again)
+    monkeypatch.setattr(resuming, "load_model", lambda config: again)
     assert go_on(folder).tokens == whole[0]
 
 

@@ -17,7 +17,7 @@ import typer
 import tswift
 from tswift.cli.bench import bench, compare
 from tswift.cli.chat import chat
-from tswift.cli.generate import following, generate, refuse_copies
+from tswift.cli.generate import generate
 from tswift.cli.options import as_typed
 from tswift.cli.output import (
     BAD_INPUT,
@@ -54,6 +54,8 @@ def _in_one_line(command: Callable[..., None]) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(command) or "")
 
 
+_TOGETHER = ("train",)  # what torchrun may start
+
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for each in (
     generate,
@@ -85,9 +87,28 @@ def _tswift(
     elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
     else:
-        refuse_copies(context.invoked_subcommand)
+        _refuse_copies(context.invoked_subcommand)
         return
     raise typer.Exit()
+
+
+def _several() -> bool:
+    """Whether torchrun has started this process beside others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _following() -> bool:
+    """Whether this is a rank other than 0."""
+    return _several() and os.environ["RANK"] != "0"
+
+
+def _refuse_copies(command: str) -> None:
+    """Refuse a command that would do the same work once per rank."""
+    if _several() and command not in _TOGETHER:
+        raise InputError(
+            f"tswift {command} works in one process, and no model is split over ranks any more; "
+            "start it without torchrun"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with warnings_in_a_line(quiet=following()):  # rank 0 says it
+        with warnings_in_a_line(quiet=_following()):  # rank 0 says it
             code = _command().main(
                 args=words, prog_name="tswift", standalone_mode=False, obj=["tswift", *words]
             )
@@ -156,7 +177,7 @@ def _usage(message: str) -> str:
 
 
 def _bad_input(message: str) -> int:
-    if not following():  # all of them find the same, and the first one says it
+    if not _following():  # all of them find the same, and the first one says it
         complain(message)
     return BAD_INPUT
 

@@ -1,27 +1,19 @@
-"""``tswift generate``: continue a text.
-
-Under torchrun, rank 0 runs the command as ever; the other ranks work in lockstep with it and print
-nothing.
-"""
+"""``tswift generate``: continue a text."""
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tswift.cli import options
-from tswift.cli.options import as_typed
 from tswift.cli.output import (
-    BAD_INPUT,
     FAILED,
-    OK,
     abandon_stdout,
     complain,
     loading_notice,
@@ -39,92 +31,7 @@ from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.cli.output import Display
-    from tswift.distributed import Dist
     from tswift.jobs.job import Job, Signals
-
-
-_TOGETHER = ("generate", "train")
-
-
-def several() -> bool:
-    """Whether torchrun has started this process beside others."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def following() -> bool:
-    """Whether this is a rank other than 0."""
-    return several() and os.environ["RANK"] != "0"
-
-
-def refuse_copies(command: str) -> None:
-    """Refuse a command that would do the same work once per rank."""
-    if several() and command not in _TOGETHER:
-        raise InputError(f"tswift {command} works in one process; start it without torchrun")
-
-
-@contextmanager
-def leading(device: str) -> Iterator[Dist]:
-    """The ranks, connected, for rank 0; a single process without torchrun.
-
-    Raises:
-        InputError: they cannot have such devices.
-        Gone: one of the others has died.
-    """
-    from tswift.distributed import ALONE, guard, join
-
-    if not several():
-        yield ALONE
-        return
-    ranks = join(device)
-    try:
-        with guard():
-            yield ranks
-    except BaseException:
-        ranks.report()
-        raise
-    ranks.disconnect()
-
-
-def follow(device: str, parameters: Sequence[Any]) -> int:
-    """Load the same model and decode in lockstep with rank 0, with no output; returns an exit code.
-
-    An error is printed by one rank: by rank 0, if it has the same. It names ``parameters`` of the
-    command as they are typed.
-    """
-    from tswift import engine
-    from tswift.distributed import Gone, guard, join
-    from tswift.jobs.job import Signals
-    from tswift.loading import model as load
-
-    ranks = None
-    try:
-        with Signals() as signals:
-            # torchrun passes a signal on to all ranks: rank 0 must not tear a step apart that they
-            # make together
-            signals.patience = 1
-            ranks = join(device)
-            model = load.load_model(ModelConfig(), ranks)  # rank 0 says what; so for begin
-            with guard():
-                generation = engine.begin(model, engine.Request(prompt=(), length=0))
-                generation.decoding.prefill()
-            for _ in generation.steps():
-                if signals.number:
-                    break
-            ranks.disconnect()
-    except Gone as error:
-        if ranks is None:
-            complain(f"rank {os.environ['RANK']}: {error}")
-        return OK if ranks and ranks.left() else FAILED
-    except Exception as error:
-        # before they have connected, all ranks of a machine find the same
-        if not (ranks.reported() if ranks else os.environ["LOCAL_RANK"] != "0"):
-            kind = (
-                "" if isinstance(error, (InputError, RuntimeError)) else f"{type(error).__name__}: "
-            )
-            told = as_typed(error, parameters) if isinstance(error, InputError) else str(error)
-            complain(f"rank {os.environ['RANK']}: {kind}{told}")
-        return BAD_INPUT if isinstance(error, InputError) else FAILED
-    return OK
 
 
 @options.takes(ModelConfig, TextConfig, RunConfig, SamplingParams, DraftOptions)
@@ -183,13 +90,8 @@ def generate(
         raise InputError("goes with --resume", "discard_damaged")
     if resume is not None and "out" in typed.values:
         raise InputError("cannot be given together with --resume", "out")
-    if verify and several():
-        raise InputError("works in one process; tswift verify does it afterwards", "verify")
     # what is mistyped is refused before torch is imported, which takes seconds
     config = RunConfig.of(**typed.values) if resume is None else None
-    device = typed.make(ModelConfig).device
-    if following():
-        raise typer.Exit(follow(device, typed.parameters))
     if resume is not None:
         try:
             read_record(resume)
@@ -205,13 +107,12 @@ def generate(
             from tswift.jobs.resuming import resume as resumed
 
             signals = stack.enter_context(Signals())
-            all_of_them = stack.enter_context(leading(device))
             job: Job | None
             if config is not None:
-                job = start(config, typed.command, all_of_them, said)
+                job = start(config, typed.command, said)
             else:
                 assert resume is not None
-                job = resumed(resume, typed.values, discard_damaged, typed.command, all_of_them)
+                job = resumed(resume, typed.values, discard_damaged, typed.command)
         if job is not None:
             _run(job, Display(job, quiet, not no_progress), signals)
         else:
@@ -242,8 +143,6 @@ def _many(
         raise InputError("cannot be given together with --prompts", "resume")
     for name in (*refused, *(name for name in _OF_ONE if name in typed.values)):
         raise InputError("is for one text; with --prompts there are many", name)
-    if several():
-        raise InputError("works in one process", "prompts")
     if resume is not None and typed.values:
         raise InputError("its options are those that it was begun with", next(iter(typed.values)))
     if resume is None and "out" not in typed.values:

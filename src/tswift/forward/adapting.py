@@ -177,7 +177,7 @@ def _compared(
         _doubt_features(target, backend)
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
-        if backend == "triton" and not target.split:
+        if backend == "triton":
             target.fallbacks.note("layers", fuse(network, try_kernels))
             if target.kv_shape.states is not None and _doubted(target):
                 target.fallbacks.note("states", kernel_fault(network.device))
@@ -201,7 +201,7 @@ def _compared(
         why = "" if "position_ids" in decoder else "; its decoder takes no positions"
         reason = f"is not served exactly: logits differ{why}"
         raise InputError(f"{model} ({network.config.model_type}) {reason}", "model")
-    if backend == "native" and not target.split:
+    if backend == "native":
         _try_program(target, ids, {0: expected, far: expected_far.double()}, allowed)
     served = target.runner.program is not None
     if kv_dtype is not None and kv_dtype != target.dtype and (served or not usual):

@@ -259,8 +259,6 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
         )
     if not exact:
         return None
-    if target.split:
-        return "ranks hold the model together"
     if attention == "flash":
         return "flash attention sums in an order of its own"
     if is_moe(target.model.config):

@@ -72,7 +72,7 @@ class AttentionProbe:
     """What the layers of a model need of their attention."""
 
     def __init__(self, positions: int, device: torch.device) -> None:
-        self.kept: list[LayerKV] = []  # of a split model, this rank's
+        self.kept: list[LayerKV] = []
         self.layouts: dict[tuple[int, int], Layout] = {}  # by the number and size of KV heads
         # of its inputs, whatever the weights are stored in
         self.dtype = torch.get_default_dtype()

@@ -72,8 +72,6 @@ def warn_of_fallbacks(target: Target, model: str = "decoding") -> None:
 
 
 def _how_layers_run(target: Target) -> str:
-    if target.split:
-        return f"{EAGER}, as ranks hold them together"
     if target.runner.program is not None:
         return PROGRAM
     if is_fused(target.model):

@@ -112,8 +112,6 @@ class Target:
         self.layer_specs = probe.layer_specs
         self.device = probe.device
         self.dtype = probe.dtype
-        # over ranks: passes are collective, and not replayed
-        self.split = (getattr(model, "tp_size", None) or 1) > 1
         states = state_shape(model.config, self.dtype, self.device)
         if states is not None:
             serve_states(model)
@@ -155,8 +153,7 @@ class Target:
         self.chunked_text = chunked_text
 
     def _usual_runner(self) -> EagerRunner:
-        replays = self.backend.STATIC and not self.split
-        return ReplayedRunner(self) if replays else EagerRunner(self)
+        return ReplayedRunner(self) if self.backend.STATIC else EagerRunner(self)
 
     def use_program(self, wanted: bool = True) -> None:
         """Let a C program make passes over caches in their dtype; or PyTorch again.

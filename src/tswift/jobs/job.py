@@ -22,7 +22,6 @@ from typing import Any
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.decoding.text import TextStream
-from tswift.distributed import ALONE, Dist
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import (
     MEASURED,
@@ -353,7 +352,6 @@ _DEAR = 0.4  # of drafted tokens; hardly a draft comes true more often
 def start(
     config: RunConfig,
     command: Sequence[str],
-    ranks: Dist = ALONE,
     said: tuple[str, str | None] | None = None,
     loaded: LoadedModel | None = None,
     ids: Sequence[int] | None = None,
@@ -364,8 +362,6 @@ def start(
 
     Args:
         command: the words of the command line, for ``run.json``.
-        ranks: those that do it together, of which this is the first; the others follow
-            (``tswift.cli.generate``).
         said: what :meth:`RunConfig.read` gives, if it was read already.
         ids: the prompt's token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to
@@ -377,7 +373,7 @@ def start(
     flexible = "length" not in config.given
     drafting = config.drafting
     text, system = said or (config.read() if ids is None else ("", None))
-    if ranks.count == 1 and loaded is None:  # else it is seen when it is loaded
+    if loaded is None:
         least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
         larger = "prefill" if least > config.text.length and config.text.prefill else "length"
         demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
@@ -387,7 +383,7 @@ def start(
         config.out or default_path(config.method), config.logprobs is not None
     )
     try:
-        model = loaded or load_model(plan, ranks)
+        model = loaded or load_model(plan)
         config, params = with_sampling(config, model)
         if config.preset is not None:
             params = replace(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream, text_of
-from tswift.distributed import ALONE, Dist
 from tswift.drafting.options import (
     AUTO_TREE,
     DraftOptions,
@@ -53,7 +52,6 @@ def resume(
     asked: Values,
     discard_damaged: bool,
     command: Sequence[str],
-    ranks: Dist = ALONE,
     loaded: LoadedModel | None = None,
 ) -> Job | None:
     """A job that goes on with a run; None if that is finished.
@@ -62,8 +60,7 @@ def resume(
         asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that
             could change the text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
-        command, ranks, loaded: as :func:`start` takes them; the ranks need not be as many as
-            before.
+        command, loaded: as :func:`start` takes them.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in
@@ -88,7 +85,7 @@ def resume(
         if run.record.model["heads"] is None and wanted.heads is None:
             # some may have been installed since
             wanted = replace(wanted, heads=NO_HEADS)
-        model = loaded or load_exact_or_not(wanted, "exact" in asked, ranks)
+        model = loaded or load_exact_or_not(wanted, "exact" in asked)
         draft = _refuse_other_model(run, config, model).get("draft")
         job = _continued(run, saved, config, model, lock, ended)
         unlocking.pop_all()
@@ -222,16 +219,16 @@ def _changed(config: RunConfig, asked: Mapping[str, object]) -> RunConfig:
     )
 
 
-def load_exact_or_not(config: ModelConfig, typed: bool, ranks: Dist = ALONE) -> LoadedModel:
+def load_exact_or_not(config: ModelConfig, typed: bool) -> LoadedModel:
     """A run's model loaded as it was then; where exact passes cannot be had, and were not typed,
     without them.
     """
     try:
-        return load_model(config, ranks)
-    except InputError as error:  # on other machines, or more ranks; notes tell
+        return load_model(config)
+    except InputError as error:  # on other machines; notes tell
         if error.field != "exact" or typed:
             raise
-        return load_model(replace(config, exact=False), ranks)
+        return load_model(replace(config, exact=False))
 
 
 def refuse_other_products(run: RunRecord, model: LoadedModel) -> None:

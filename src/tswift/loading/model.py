@@ -16,7 +16,6 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, cached_file
 
-from tswift.distributed import ALONE, Dist, guard
 from tswift.errors import (
     InputError,
     NoFault,
@@ -30,7 +29,7 @@ from tswift.forward.cuda import coded
 from tswift.forward.exact_passes import Inexact, choose_fixed_rows, fingerprint
 from tswift.forward.notes import execution_note, warn_of_fallbacks
 from tswift.forward.target import Target
-from tswift.loading.network import read_network, split_over
+from tswift.loading.network import read_network
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import return_free_memory
 from tswift.models.architecture import (
@@ -96,10 +95,8 @@ class LoadedModel:
     exact: str | None = None
     # how its weights were quantised; plain decoding is this model's own
     quantization: str | None = None
-    ranks: Dist = ALONE  # those that hold it together
     weights: str | None = None  # hash of all weights, where it is known already
-    # a smaller model that drafts for it; every rank holds the whole of it
-    draft: Target | None = None
+    draft: Target | None = None  # a smaller model that drafts for it
     draft_name: str | None = None  # as the user named that
     # the published drafter at ``target.speculator``, as the user named it
     drafter_name: str | None = None
@@ -156,7 +153,7 @@ class LoadedModel:
         inexact = self.target.fallbacks.get("exact")
         about: dict[str, Any] = {
             "name": self.name,
-            "device": str(self.target.device) if self.ranks.count == 1 else self.target.device.type,
+            "device": str(self.target.device),
             "dtype": dtype_name(self.held or self.target.dtype),
             "attention": self.attention,
             "layers": self.layers,
@@ -169,7 +166,6 @@ class LoadedModel:
             "eos_ids": list(self.eos_ids),
             "simulated": self.simulated,
             "quantization": self.quantization,
-            "ranks": self.ranks.count,
         }
         if holds_codes(self.target.model):
             integers = multiplies_integers(self.target.model)
@@ -204,7 +200,6 @@ class LoadedModel:
             ""
             if self.heads_found is None
             else f"{self.about()['heads']} heads from {self.heads_found}",
-            f"split over {self.ranks.count} ranks" if self.ranks.count > 1 else "",
         ]
         return "".join(f", {note}" for note in notes if note)
 
@@ -223,7 +218,6 @@ def load(
     drafter: str | None = None,
     yarn: float | None = None,
     exact: bool | None = None,
-    ranks: Dist = ALONE,
 ) -> LoadedModel:
     """Load a model for decoding. Arguments are called as the options of the command line.
 
@@ -265,12 +259,9 @@ def load(
             same tokens in every dtype. None does so in 16 bits, on CUDA, and where whole passes are
             one C program, if the model bears it; ``fallbacks`` of ``LoadedModel.target`` says why
             it does not.
-        ranks: from ``tswift.distributed.join``, to hold the model together with other
-            processes. All of them have to call this; what rank 0 asks for counts.
 
     Raises:
         InputError: something named here does not exist, is broken, or cannot be served exactly.
-        Gone: another rank has died.
     """
     config = ModelConfig(
         model=_plain(model),
@@ -285,7 +276,7 @@ def load(
         yarn=yarn,
         exact=exact,
     )
-    return load_model(config, ranks)
+    return load_model(config)
 
 
 def _plain(value: Any) -> Any:
@@ -295,53 +286,44 @@ def _plain(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def load_model(wanted: ModelConfig | ModelPlan, ranks: Dist = ALONE) -> LoadedModel:
-    """Load a model for decoding; errors and ``ranks`` are as for :func:`load`.
-
-    A plan is taken as it is; ranks that hold a model together plan for themselves.
-    """
-    with guard():
-        plan = wanted if isinstance(wanted, ModelPlan) else plan_model(ranks.share(wanted), ranks)
-        asked = plan.asked
-        simulated = plan.simulated
-        slow = _slowness(plan)
-        if slow is not None:  # loading takes longer without it, too
-            warnings.warn(slow, SlowWarning, stacklevel=2)
-        loaded, note, checks = _load_network(plan, ranks)
-        target = loaded.target
-        source = plan.heads_source
-        drafter = plan.drafter
-        if (
-            drafter is not None
-            and drafter.layout == OWN_HEAD
-            and not (drafter.tensors or simulated)
-        ):
-            drafter = native_head(Checkpoint.find(_snapshot(asked.model), asked.yarn))
-        if drafter is not None:  # before anything is prepared: passes have to give its taps
-            drafter.load(target, simulated)
-        if source == ON_HUB:
-            source = Path(_snapshot(asked.model))
-        loaded = replace(
-            loaded,
-            heads=heads_of_source(source, target, simulated),
-            heads_found=plan.heads_found,
-            eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
-            drafter_name=asked.drafter or (None if drafter is None else asked.model),
-            yarn=asked.yarn,
-            weights=weights_hash(target.model) if ranks.count > 1 else loaded.weights,
-            exact=_prepare(target, loaded.attention, note, asked.exact, checks),
-        )
-        if plan.draft is not None:
-            # a checkpoint's configuration may state another dtype than its weights have
-            kv_dtype = target.dtype if asked.kv_dtype == "auto" else plan.kv_dtype
-            same = replace(plan.draft, dtype=target.dtype, kv_dtype=kv_dtype)
-            loaded = replace(loaded, draft=_load_draft(same, loaded), draft_name=plan.draft.name)
-        warn_of_fallbacks(target)
-        if loaded.draft is not None:
-            warn_of_fallbacks(loaded.draft, "drafting by the draft model")
-        if plan.coded or plan.packed:
-            return_free_memory()  # what was needed to make codes is more than they take
-        return loaded
+def load_model(wanted: ModelConfig | ModelPlan) -> LoadedModel:
+    """Load a model for decoding, as planned or to be planned; errors are as for :func:`load`."""
+    plan = wanted if isinstance(wanted, ModelPlan) else plan_model(wanted)
+    asked = plan.asked
+    simulated = plan.simulated
+    slow = _slowness(plan)
+    if slow is not None:  # loading takes longer without it, too
+        warnings.warn(slow, SlowWarning, stacklevel=2)
+    loaded, note, checks = _load_network(plan)
+    target = loaded.target
+    source = plan.heads_source
+    drafter = plan.drafter
+    if drafter is not None and drafter.layout == OWN_HEAD and not (drafter.tensors or simulated):
+        drafter = native_head(Checkpoint.find(_snapshot(asked.model), asked.yarn))
+    if drafter is not None:  # before anything is prepared: passes have to give its taps
+        drafter.load(target, simulated)
+    if source == ON_HUB:
+        source = Path(_snapshot(asked.model))
+    loaded = replace(
+        loaded,
+        heads=heads_of_source(source, target, simulated),
+        heads_found=plan.heads_found,
+        eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
+        drafter_name=asked.drafter or (None if drafter is None else asked.model),
+        yarn=asked.yarn,
+        exact=_prepare(target, loaded.attention, note, asked.exact, checks),
+    )
+    if plan.draft is not None:
+        # a checkpoint's configuration may state another dtype than its weights have
+        kv_dtype = target.dtype if asked.kv_dtype == "auto" else plan.kv_dtype
+        same = replace(plan.draft, dtype=target.dtype, kv_dtype=kv_dtype)
+        loaded = replace(loaded, draft=_load_draft(same, loaded), draft_name=plan.draft.name)
+    warn_of_fallbacks(target)
+    if loaded.draft is not None:
+        warn_of_fallbacks(loaded.draft, "drafting by the draft model")
+    if plan.coded or plan.packed:
+        return_free_memory()  # what was needed to make codes is more than they take
+    return loaded
 
 
 def _snapshot(model: str) -> str:
@@ -422,7 +404,7 @@ def _refuse_other_tokens(
 
 
 def _load_network(
-    plan: ModelPlan, ranks: Dist = ALONE, tokenizer_optional: bool = False
+    plan: ModelPlan, tokenizer_optional: bool = False
 ) -> tuple[LoadedModel, str, Checks]:
     """Read a checkpoint's weights and tokenizer, or make a shape's random ones.
 
@@ -437,7 +419,6 @@ def _load_network(
     with silence(), hub(checkpoint.on_hub), as_input_error(model):
         if folder is not None and file is None:
             refuse_misfit(checkpoint.skeleton, checkpoint.tensors, model)
-        split = split_over(ranks, plan)
         # may compile a kernel: after all refusals
         backend, note = select_backend(asked.attention, plan.dtype, plan.device, plan.config)
         kv_dtype, usual = plan.kv_dtype_with(backend), asked.kv_dtype == "auto"
@@ -448,8 +429,8 @@ def _load_network(
                 # from_pretrained may overwrite the configuration's
                 other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
-        network = read_network(plan, split)
-        kept = plan.device.type == "cpu" and ranks.count == 1 and not plan.simulated
+        network = read_network(plan)
+        kept = plan.device.type == "cpu" and not plan.simulated
         products = multiplies_integers(network)
         checks, weights = NO_CHECKS, None
         if kept:
@@ -466,7 +447,6 @@ def _load_network(
         attention=backend,
         simulated=plan.simulated,
         quantization=plan.coded or (None if plan.simulated else own_quantization(plan.config)),
-        ranks=ranks,
         weights=weights,
         dtype_note=other_dtype,
         held=plan.held,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
-from tswift.distributed import RANKS, Dist
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
@@ -31,11 +28,9 @@ from tswift.models.codes import UNIT, quantize
 from tswift.models.shapes import random_weights
 
 
-def read_network(plan: ModelPlan, split: DistributedConfig | None = None) -> PreTrainedModel:
-    """The network of a plan with its weights, on its device; or a rank's part of it, by a split."""
+def read_network(plan: ModelPlan) -> PreTrainedModel:
+    """The network of a plan with its weights, on its device."""
     options = dict[str, object]()
-    if split is not None:
-        options["distributed_config"] = split
     if own_quantization(plan.config) and not plan.simulated and plan.device.type == "cuda":
         # quantised on the way: the whole weights need not fit
         options["device_map"] = plan.device
@@ -128,41 +123,3 @@ def _from_safetensors(plan: ModelPlan, options: dict[str, object]) -> PreTrained
             f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
         )
     return network
-
-
-def split_over(ranks: Dist, plan: ModelPlan) -> DistributedConfig | None:
-    """How every rank reads its part, by transformers' own plan; None for a single one."""
-    if ranks.count == 1:
-        return None
-    config, model = plan.config, plan.name
-    if find_spec("accelerate") is None:
-        raise InputError(
-            "to split a model, transformers needs accelerate: pip install 'tswift[ranks]'", RANKS
-        )
-    if ranks.device is not None and ranks.device.type == "cpu" and torch.cuda.device_count():
-        raise InputError(
-            "transformers splits over the GPUs that it sees; CUDA_VISIBLE_DEVICES= hides them",
-            "device",
-        )
-    rules = plan.checkpoint.skeleton.tp_plan or {}
-    if not any("*" in name for name in rules):  # it may have one for the LM head alone
-        raise InputError(
-            f"transformers has no plan to split {model} ({config.model_type}) over ranks", "model"
-        )
-    text = config.get_text_config()
-    # some plans leave attention whole: every rank has all heads then
-    if any(
-        name.endswith(("k_proj", "qkv_proj", "query_key_value")) and rules[name] == "colwise"
-        for name in rules
-    ):
-        queries = text.num_attention_heads
-        for name, heads in (
-            ("KV", getattr(text, "num_key_value_heads", None) or queries),
-            ("query", queries),
-        ):
-            if heads % ranks.count:
-                counted = f"{heads} {name} head{'s' if heads > 1 else ''}"
-                raise InputError(
-                    f"{model} has {counted}, which {ranks.count} ranks cannot share evenly", RANKS
-                )
-    return DistributedConfig(tp_size=ranks.count)

@@ -13,7 +13,6 @@ from torch import nn
 
 from tswift.attention.backends import BACKENDS, HALVES, choose, why_not
 from tswift.caches import KVShape
-from tswift.distributed import ALONE, RANKS, Dist
 from tswift.errors import InputError, renaming
 from tswift.forward.cpu.products import library
 from tswift.forward.cpu.program import may_serve
@@ -33,7 +32,7 @@ from tswift.models.architecture import (
 from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import UNIT
 from tswift.models.config import ModelConfig, refuse_shape
-from tswift.models.devices import device_for, dtype_for, dtype_name, kv_dtype_for
+from tswift.models.devices import dtype_for, dtype_name, find_device, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.speculators.drafter_files import SpeculatorFile, drafter_of
 from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
@@ -194,13 +193,13 @@ class ModelPlan:
         )
 
 
-def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
+def plan_model(asked: ModelConfig) -> ModelPlan:
     """Decide what is to be loaded; of files, configurations and headers alone are read.
 
     Raises:
         InputError: something named does not exist, is broken, or does not go with the rest.
     """
-    device = device_for(asked.device, ranks)
+    device = find_device(asked.device)
     checkpoint = Checkpoint.find(asked.model, asked.yarn)
     config = checkpoint.config
     dtype = dtype_for(asked.dtype, device, config, checkpoint.simulated)
@@ -213,7 +212,7 @@ def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
     serves = on_cpu and may_serve(checkpoint.skeleton)
     held = None
     packed = False
-    if on_cpu and ranks.count == 1 and _packs(asked, checkpoint):
+    if on_cpu and _packs(asked, checkpoint):
         held = dtype if serves and dtype in HALVES else None
         dtype = torch.float32 if held else dtype
         # what learns through a model, whose rows need not be exact, needs its weights as PyTorch
@@ -231,9 +230,9 @@ def plan_model(asked: ModelConfig, ranks: Dist = ALONE) -> ModelPlan:
         packed=packed,
         program_expected=serves,
     )
-    _refuse_unfit(plan, ranks)
+    _refuse_unfit(plan)
     drafter = None
-    if ranks.count == 1 and has_mtp_head(config):
+    if has_mtp_head(config):
         drafter = native_head(checkpoint)
     if asked.drafter is not None:
         drafter = drafter_of(asked.drafter, config, checkpoint.simulated)
@@ -254,7 +253,7 @@ def plan_draft_model(name: str, target: ModelPlan) -> ModelPlan:
     )
     kv_dtype = target.dtype if typed == "auto" else target.kv_dtype
     plan = ModelPlan(asked, Checkpoint.find(name), target.device, target.dtype, kv_dtype)
-    _refuse_unfit(plan, ALONE)
+    _refuse_unfit(plan)
     if is_recurrent(plan.config):
         raise InputError(
             f"{name} has recurrent layers, and what they have seen cannot be taken back",
@@ -286,35 +285,19 @@ def _packs(asked: ModelConfig, checkpoint: Checkpoint) -> bool:
     return False
 
 
-def _refuse_unfit(plan: ModelPlan, ranks: Dist) -> None:
-    """Refuse what cannot be had with ranks, with codes, or with recurrent layers.
+def _refuse_unfit(plan: ModelPlan) -> None:
+    """Refuse what cannot be had with weights that are codes.
 
     Raises:
         InputError: it names the option.
     """
     asked, coded, config = plan.asked, plan.coded, plan.config
-    split = ranks.count > 1
-    recurrent = is_recurrent(config)
     own = own_quantization(config)
     odd = 0
     kind = own or ("GGUF" if plan.checkpoint.gguf is not None else "")
     integers = "weights" if asked.weights is not None else "model"
     kernels = coded_layers.by_kernels(plan.device)
-    many = f"{asked.model} has recurrent layers, which cannot be"
     for wrong, option, reason in (
-        (split and own, RANKS, "quantised weights cannot be split over ranks yet"),
-        (split and coded, RANKS, "weights that are codes cannot be split over ranks"),
-        (split and recurrent, RANKS, f"{many} split over ranks yet"),
-        (
-            split and asked.drafter,
-            "drafter",
-            "ranks that hold the model together cannot serve one yet",
-        ),
-        (
-            split and plan.simulated,
-            "model",
-            f"{asked.model} has random weights, which are not split",
-        ),
         (
             asked.weights is not None and kind,
             "weights",

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tswift.distributed import Dist
 from tswift.errors import InputError
 from tswift.models.config import KV_DTYPES, parse_dtype_name
 
@@ -115,12 +114,3 @@ def find_device(device: str) -> torch.device:
             "device",
         )
     return parsed
-
-
-def device_for(device: str, ranks: Dist) -> torch.device:
-    """Where the weights go: a rank has its own device already."""
-    if ranks.device is None:
-        return find_device(device)
-    if device.partition(":")[0] not in ("auto", ranks.device.type):
-        raise InputError(f"the ranks are on {ranks.device.type}, got {device}", "device")
-    return ranks.device

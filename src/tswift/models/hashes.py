@@ -10,7 +10,6 @@ from itertools import chain
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from tswift.models.codes import is_packed_floats
@@ -18,7 +17,7 @@ from tswift.models.codes import is_packed_floats
 # fields about how and from where a model was loaded
 _VOLATILE = {
     *("transformers_version", "_name_or_path", "dtype", "torch_dtype"),
-    *("_attn_implementation", "distributed_config"),
+    "_attn_implementation",
 }
 
 
@@ -26,10 +25,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def fingerprint_of(network: nn.Module) -> str:
-    """SHA-256 over the names, shapes and first 64 values of all weights.
-
-    The same however the network is split over ranks, all of which have to ask together then.
-    """
+    """SHA-256 over the names, shapes and first 64 values of all weights."""
     digest = sha256()
     for name, weight in _weights_of(network):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
@@ -41,8 +37,7 @@ def weights_hash(network: nn.Module) -> str:
     """SHA-256 over names, shapes, types, and all bits of all weights: as sums,
     which a device takes where they are.
 
-    Every single changed bit shows. It depends on the type that the weights were loaded in; and not
-    on how the network is split over ranks, all of which have to ask together then.
+    Every single changed bit shows. It depends on the type that the weights were loaded in.
     """
     digest = sha256(fingerprint_of(network).encode())
     for name, weight in _weights_of(network):
@@ -80,7 +75,7 @@ def config_hash(model: PreTrainedModel) -> str:
 
 
 def _weights_of(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All weights by name as plain tensors: split ones gathered, quantised ones as they are stored.
+    """All weights by name as plain tensors, quantised ones as they are stored.
 
     Buffers in the checkpoint count: some quantised layers keep their weights there.
     """
@@ -109,9 +104,7 @@ def named_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(weight, DTensor):
-        yield from _plain(name, weight.full_tensor())
-    elif hasattr(weight, "__tensor_flatten__"):
+    if hasattr(weight, "__tensor_flatten__"):
         inner, _ = weight.__tensor_flatten__()
         for part in inner:
             yield from _plain(f"{name}.{part}", getattr(weight, part))

@@ -37,7 +37,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
         linear = own or layer.linears["queries"]
         norm = layer.norms["pre_attention_norm"]
         if not (isinstance(linear, PackedLinear) or type(linear.weight) is nn.Parameter):
-            raise Unfit("its weights are quantised or split")
+            raise Unfit("its weights are quantised")
         weight = in_float32(linear.weight)[mine]
         # without a norm it reads the sum of the embedding and of what layers have added
         bound = weight.norm(dim=1) * (longest if norm is None else 0.0)
