@@ -187,7 +187,7 @@ FAULTS = [
     Fault("a missing compiler is not told", "loading/model.py", BUILDING,
           'cost = "many" if plan.coded', 'return None\n        cost = "many" if plan.coded'),
     Fault("a missing compiler is told after loading", "loading/model.py", BUILDING,
-          "        slow = _slowness(plan)\n", "        _load_network(plan)\n        slow = _slowness(plan)\n"),
+          "    slow = _slowness(plan)\n", "    _load_network(plan)\n    slow = _slowness(plan)\n"),
     Fault("floats go on with a run of integers", "jobs/resuming.py", "cli/test_integer_weights.py", 'if own is not None and own != then:', "if False:"),
     Fault("floats judge a run of integers", "jobs/verification.py", "cli/test_integer_weights.py", "    refuse_other_products(run, model)\n", ""),
     Fault("floats of codes are passed over as exact", "forward/exact_passes.py", "forward/test_integers.py", "or multiplies_integers(target.model)", "or holds_codes(target.model)"),

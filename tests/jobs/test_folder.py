@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -19,6 +20,7 @@ from tests.jobs.faults import FaultyOs
 from tests.jobs.killing import write_record
 from tests.rows import every_row
 from tswift import files
+from tswift.drafting.options import RecordedOptions
 from tswift.files import Lock, in_use, open_own, write_whole
 from tswift.jobs import folder as module
 from tswift.jobs.config import RunConfig, fingerprint
@@ -337,7 +339,7 @@ def test_reads_everything(tmp_path):
     made = RunConfig.of(**asked, model="x/y", device="cpu", dtype="float64", kv_dtype="float64")
     # the native kernel may be missing elsewhere
     before = {"exact": False, "sampling_from": "paper", "skip_special_tokens": False}
-    assert found.config == changed(made, before)
+    assert found.config == replace(changed(made, before), drafting=RecordedOptions())
     assert (found.record.state, found.prompt, found.bits, found.eos_ids) == (
         "interrupted",
         PROMPT,

@@ -686,7 +686,7 @@ def cache_slots(
         nodes = INNER_NODES if "heads" in method.may_use else 1
         inner = options.inner_gamma if "inner_gamma" in method.uses else 0
         partial = budget + chain + nodes + inner
-    if "draft_model" in method.loads:
+    if "draft_model" in method.loads and options.gamma is not None:
         own = _standalone_options(options) if method.name == AUTO_METHOD else options
         held, ahead = _small_cache_size(own, positions, between="inner_gamma" in method.uses)
         small = held + 2 * ahead + CAUGHT_UP_TOGETHER
