@@ -12,8 +12,9 @@ import torch
 
 from tswift.models.architecture import has_mtp_head
 from tswift.models.checkpoint import Checkpoint, StoredTensor, check_tensors
-from tswift.speculators.drafter_files import Shapes, SpeculatorFile, head_size
-from tswift.speculators.networks import build
+from tswift.speculators.drafter_files import SpeculatorFile, head_size
+from tswift.speculators.layouts.layout import Shapes
+from tswift.speculators.networks import shapes_of
 from tswift.speculators.spec import MTP, SpeculatorSpec
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
     }
     if not stored:
         return None
-    with torch.device("meta"):
-        shapes = {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
+    shapes = shapes_of(spec)
     of_qwen = next(iter(stored)).startswith("mtp.")
     parts = {
         name: _native_parts(name, shapes[name], behind * (not of_qwen), stored) for name in shapes

@@ -14,9 +14,7 @@ import torch
 from tswift.forward.target import Target
 from tswift.speculators.assistant import AssistantSpeculator
 from tswift.speculators.block import BlockSpeculator
-from tswift.speculators.draft_network import (
-    DraftNetwork,
-)
+from tswift.speculators.draft_network import DraftNetwork
 from tswift.speculators.eagle import EagleSpeculator
 from tswift.speculators.mtp import MtpSpeculator
 from tswift.speculators.spec import ASSISTANT, EAGLE3, MTP, SpeculatorSpec
@@ -30,6 +28,12 @@ def build(spec: SpeculatorSpec, target: Target | None = None) -> DraftNetwork:
         ASSISTANT: AssistantSpeculator,
     }
     return kinds.get(spec.kind, BlockSpeculator)(spec, target)
+
+
+def shapes_of(spec: SpeculatorSpec) -> dict[str, tuple[int, ...]]:
+    """A drafter's tensors by name."""
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
 
 
 def weights_of(spec: SpeculatorSpec) -> dict[str, int]:
