@@ -155,12 +155,14 @@ def test_what_a_folder_holds_and_whom_it_is_for(tmp_path):
     assert (told["kind"], told["layers"], told["hidden_size"]) == ("assistant", 3, 24)
     found = find_drafter(folder)
     text = transformers.AutoConfig.from_pretrained(tmp_path / "model").get_text_config()
-    found.refuse_other_layers(text)
-    with refused("was made for hidden size 32, the model has 33"):
-        found.refuse_misfit(33, found.spec.vocab_size, 4)
+    found.refuse_misfit(text)
     for other in (
         transformers.Gemma4TextConfig(**ARCHITECTURES[KINDS[1]].settings, num_key_value_heads=2),
         transformers.LlamaConfig(),
     ):
         with refused("reads 1 KV heads of 32 in a layer of full_attention"):
-            found.refuse_other_layers(other)
+            other.hidden_size, other.vocab_size = found.spec.tap_size, found.spec.vocab_size
+            found.refuse_misfit(other)
+    text.hidden_size = 33
+    with refused("was made for hidden size 32, the model has 33"):
+        found.refuse_misfit(text)

@@ -5,10 +5,12 @@ and each kind's logits those of a dense recomputation.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.drafters import (
@@ -43,13 +45,21 @@ from tswift.models.checkpoint import SHAPES
 from tswift.models.config import ModelConfig
 from tswift.speculators.draft_network import DraftNetwork
 from tswift.speculators.drafter_files import describe_drafter, find_drafter, published_spec
-from tswift.speculators.networks import weights_of
+from tswift.speculators.networks import count_weights
 
 BUDGET, SINKS = 12, 2
 
 
 def load(folder: Path) -> DraftNetwork:
     return find_drafter(folder).load(target_of())
+
+
+def config_with(**changes: int) -> Qwen3Config:
+    """The target's, with other sizes."""
+    config = deepcopy(qwen3().config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
 def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
@@ -162,9 +172,9 @@ def test_a_block_is_that_of_transformers_own_module(tmp_path):
         0,
         "Muse-Glimmer's assistant",
     )
-    found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
+    found.refuse_misfit(qwen3().config)
     with refused("has mask_token_id 96, the vocabulary has 96"):
-        found.refuse_misfit(HIDDEN, VOCAB - 1, LAYERS)
+        found.refuse_misfit(config_with(vocab_size=VOCAB - 1))
     network = found.load(target_of())
     text = random_prompt(20, 4, VOCAB)
     kv = window(network, 64, BLOCK)
@@ -378,17 +388,17 @@ def test_pickles_are_not_read(tmp_path):
 
 def test_another_target_is_refused_by_its_sizes(tmp_path):
     found = find_drafter(drafter_folder(tmp_path, "dspark", {"num_target_layers": LAYERS}))
-    found.refuse_misfit(HIDDEN, VOCAB, LAYERS)
-    for size, reason in {
-        (16, VOCAB, LAYERS): "hidden size 32, the model has 16",
-        (HIDDEN, 98, LAYERS): "a vocabulary of 97, the model has 98",
-        (HIDDEN, VOCAB, 5): "a model of 8 layers, this one has 5",
-    }.items():
+    found.refuse_misfit(qwen3().config)
+    for name, size, reason in (
+        ("hidden_size", 16, "hidden size 32, the model has 16"),
+        ("vocab_size", 98, "a vocabulary of 97, the model has 98"),
+        ("num_hidden_layers", 5, "a model of 8 layers, this one has 5"),
+    ):
         with refused(reason):
-            found.refuse_misfit(*size)
+            found.refuse_misfit(config_with(**{name: size}))
     found = find_drafter(drafter_folder(tmp_path, "dspark"))
     with refused("reads the states after layers 1, 4"):
-        found.refuse_misfit(HIDDEN, VOCAB, 5)
+        found.refuse_misfit(config_with(num_hidden_layers=5))
 
 
 @pytest.mark.parametrize(
@@ -420,7 +430,7 @@ def test_published_sizes(model, size):
     config = SHAPES[model]
     spec = published_spec("dspark", config)
     copies = 2 * config.vocab_size * config.hidden_size
-    assert 2 * (sum(weights_of(spec).values()) + copies) == pytest.approx(size, rel=0.005)
+    assert 2 * (count_weights(spec) + copies) == pytest.approx(size, rel=0.005)
     assert spec.taps == (1, 9, 17, 25, 33)
 
 

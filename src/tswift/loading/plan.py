@@ -37,7 +37,7 @@ from tswift.native_build import Unbuilt
 from tswift.speculators.drafter_files import SpeculatorFile, drafter_of
 from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
 from tswift.speculators.mtp_files import native_head
-from tswift.speculators.networks import weights_of
+from tswift.speculators.networks import count_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -175,7 +175,7 @@ class ModelPlan:
         size = self.dtype.itemsize
         loaded = {"weights": self._weight_bytes, "heads": self._heads[1] * size}
         if self.drafter is not None:
-            loaded["drafter"] = sum(weights_of(self.drafter.spec).values()) * size
+            loaded["drafter"] = count_weights(self.drafter.spec) * size
         return loaded
 
     @property

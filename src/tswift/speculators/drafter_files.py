@@ -40,7 +40,7 @@ from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.layouts import deepspec, eagle, gemma, muse, zlab
 from tswift.speculators.layouts import library as speculators
 from tswift.speculators.layouts.layout import BY_LIBRARY, OPTION, Config, Layout, Said, refused
-from tswift.speculators.networks import build, shapes_of, weights_of
+from tswift.speculators.networks import build, count_weights, shapes_of
 from tswift.speculators.spec import DFLASH, DSPARK, EAGLE3, SpeculatorSpec
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ class SpeculatorFile:
     # names of what no decoding reads: a confidence head, the inverse of ``d2t``
     unused: tuple[str, ...]
 
-    def refuse_misfit(self, hidden_size: int, vocab_size: int, layers: int) -> None:
-        """Refuse a drafter that was made for another target, by sizes alone."""
+    def refuse_misfit(self, text: PreTrainedConfig) -> None:
+        """Refuse a drafter that was made for another target than that of a configuration."""
         spec = self.spec
+        hidden_size, vocab_size, layers = text.hidden_size, text.vocab_size, text.num_hidden_layers
         own = spec.tap_size if spec.embeds else spec.hidden_size
         taps = spec.tapped(layers)
         reason = ""
@@ -91,24 +92,19 @@ class SpeculatorFile:
             reason = f"has mask_token_id {spec.mask}, the vocabulary has {vocab_size:,}"
         elif spec.target_layers not in (None, layers):
             reason = f"was made for a model of {spec.target_layers} layers, this one has {layers}"
-        elif spec.reads_hidden:
-            return
-        elif len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps):
+        elif not spec.reads_hidden and (
+            len(taps) != spec.tap_count or not all(0 <= tap < layers - 1 for tap in taps)
+        ):
             said = f"reads the states after layers {', '.join(map(str, taps))} (from 0)"
             reason = f"{said}; of the model's {layers} the last one's cannot be had"
+        there = getattr(text, "layer_types", None) or ()
+        for kind, kept in zip(spec.kinds, spec.kept, strict=True):  # which an assistant reads
+            had = text.per_layer_config[kind] if kind in there else None
+            if had is None or (had.num_key_value_heads, had.head_dim) != kept[:2]:
+                wanted = f"{kept.heads} KV heads of {kept.head_dim} in a layer of {kind}"
+                reason = reason or f"reads {wanted}, which the model has not"
         if reason:
             raise refused(self.path, reason)
-
-    def refuse_other_layers(self, text: PreTrainedConfig) -> None:
-        """Refuse an assistant that reads keys and values which the model of a configuration has
-        not.
-        """
-        there = getattr(text, "layer_types", None) or ()
-        for kind, kept in zip(self.spec.kinds, self.spec.kept, strict=True):
-            own = text.per_layer_config[kind] if kind in there else None
-            if own is None or (own.num_key_value_heads, own.head_dim) != kept[:2]:
-                reason = f"{kept.heads} KV heads of {kept.head_dim} in a layer of {kind}"
-                raise refused(self.path, f"reads {reason}, which the model has not")
 
     def load(self, target: Target, any_model: bool = False) -> DraftNetwork:
         """Read the weights, in the target's dtype and on its device;
@@ -210,8 +206,7 @@ def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> 
     if simulated and name in _RANDOM:
         return SpeculatorFile(Path(name), "random", published_spec(name, text), {}, {}, ())
     found = find_drafter(_folder(name))
-    found.refuse_misfit(text.hidden_size, text.vocab_size, text.num_hidden_layers)
-    found.refuse_other_layers(text)
+    found.refuse_misfit(text)
     return found
 
 
@@ -313,7 +308,7 @@ def describe_drafter(folder: Path) -> dict[str, object]:
         "block": spec.block or None,
         "mask": spec.mask if spec.block else None,
         "markov": f"rank {spec.rank}" if spec.kind == DSPARK else None,
-        "parameters": sum(weights_of(spec).values()),
+        "parameters": count_weights(spec),
         "dtypes": sorted({stored.dtype for stored in found.tensors.values()}),
         "unused": list(found.unused),  # tensors that tswift does not read
     }

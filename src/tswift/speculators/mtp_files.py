@@ -49,14 +49,11 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
     spec = SpeculatorSpec(
         kind=MTP,
         hidden_size=text.hidden_size,
-        inner_size=getattr(text, "intermediate_size", 0),  # a mixture of experts may have none
         layers=1,
-        heads=text.num_attention_heads,
         kv_heads=text.num_key_value_heads,
         head_dim=head_size(text),
         vocab_size=text.vocab_size,
         eps=text.rms_norm_eps,
-        rope={},
         tap_size=text.hidden_size,
         tap_count=1,
         draft_vocab=min(_DRAFTED, text.vocab_size),

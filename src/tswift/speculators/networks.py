@@ -19,24 +19,25 @@ from tswift.speculators.eagle import EagleSpeculator
 from tswift.speculators.mtp import MtpSpeculator
 from tswift.speculators.spec import ASSISTANT, EAGLE3, MTP, SpeculatorSpec
 
+_NETWORKS: dict[str, type[DraftNetwork]] = {
+    EAGLE3: EagleSpeculator,
+    MTP: MtpSpeculator,
+    ASSISTANT: AssistantSpeculator,
+}
+
 
 def build(spec: SpeculatorSpec, target: Target | None = None) -> DraftNetwork:
     """A drafter with uninitialised weights."""
-    kinds: dict[str, type[DraftNetwork]] = {
-        EAGLE3: EagleSpeculator,
-        MTP: MtpSpeculator,
-        ASSISTANT: AssistantSpeculator,
-    }
-    return kinds.get(spec.kind, BlockSpeculator)(spec, target)
+    return _NETWORKS.get(spec.kind, BlockSpeculator)(spec, target)
 
 
 def shapes_of(spec: SpeculatorSpec) -> dict[str, tuple[int, ...]]:
-    """A drafter's tensors by name."""
+    """Of a drafter's tensors by name."""
     with torch.device("meta"):
         return {name: tuple(each.shape) for name, each in build(spec).state_dict().items()}
 
 
-def weights_of(spec: SpeculatorSpec) -> dict[str, int]:
-    """Number of a drafter's weights by parameter."""
+def count_weights(spec: SpeculatorSpec) -> int:
+    """How many weights a drafter has."""
     with torch.device("meta"):
-        return {name: weight.numel() for name, weight in build(spec).named_parameters()}
+        return sum(weight.numel() for weight in build(spec).parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig
@@ -20,15 +20,15 @@ class SpeculatorSpec:
     """Sizes and switches of a drafter, as its configuration and its tensors' shapes tell them."""
 
     kind: str  # ``dspark``, ``dflash``, ``dflash2``, ``eagle3``, ``mtp`` or ``assistant``
-    hidden_size: int  # this and the next seven as in transformers' configurations
-    inner_size: int
+    hidden_size: int  # this and the next five as in transformers' configurations
     layers: int
-    heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int  # 0 for the target's
     eps: float
-    rope: Mapping[str, object]  # transformers' ``rope_parameters``
+    inner_size: int = 0  # this and the next two: of a drafter whose layers are tswift's
+    heads: int = 0
+    rope: Mapping[str, object] = field(default_factory=dict)  # transformers' ``rope_parameters``
     tap_size: int  # hidden size of the target
     tap_count: int  # how many of its states are read
     # after which of its layers, from 0; None for EAGLE-3's usual three

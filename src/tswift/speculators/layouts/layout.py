@@ -82,9 +82,8 @@ class Said(dict[str, Any]):
         shape = [*self.stored[name].shape] if name else [heads * self["head_dim"], 0]
         act = self.get("hidden_act", "silu")
         given = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        turned = given.get("type", "default")
-        rope = {"rope_type": turned, "rope_theta": self.get("rope_theta", 10_000.0), **given}
-        turned = rope["rope_type"]
+        rope = {"rope_theta": self.get("rope_theta", 10_000.0), **given}
+        turned = rope.setdefault("rope_type", rope.get("type", "default"))
         fine = taps is None or (taps and all(type(tap) is int and tap >= 0 for tap in taps))
         for wrong, reason in (
             (act != "silu", f"hidden_act {act!r:.40}, not silu"),
