@@ -272,6 +272,9 @@ def test_taps_by_every_convention(tmp_path):
             ("eagle-safeai", {"eagle_config": said}, (1, 3, 4)),
             ("eagle-speculators", said, (1, 3, 4)),
         ]
+    said = {"speculators_model_type": None, "architectures": ["Qwen3Eagle3Model"]}
+    said |= {"eagle_aux_hidden_state_layer_ids": None, "target_layer_ids": [1, 2, 5]}
+    rows.append(("eagle-speculators", said, (1, 2, 5)))
     for number, (layout, config, taps) in enumerate(rows):
         assert (
             find_drafter(drafter_folder(tmp_path / str(number), layout, config)).spec.taps == taps
@@ -293,6 +296,12 @@ def test_taps_by_every_convention(tmp_path):
             {"markov_rank": 0},
             {},
             "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs",
+        ),
+        (
+            "dspark",
+            {},
+            {"confidence_head.proj.bias": None},
+            "lacks confidence_head.proj.bias",
         ),
         ("dspark", {"markov_head_type": "odd"}, {}, "has markov_head_type 'odd'"),
         (
