@@ -443,6 +443,14 @@ def test_published_sizes(model, size):
     assert spec.taps == (1, 9, 17, 25, 33)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle3"])
+def test_random_drafters_have_nothing_of_a_model_but_its_sizes(kind):
+    for config in SHAPES.values():
+        spec = published_spec(kind, config)
+        assert (spec.kind, spec.sliding, spec.rope["rope_type"]) == (kind, (), "default")
+        assert (spec.taps is None) == (kind == "eagle3")
+
+
 def test_shapes_have_random_drafters(monkeypatch):
     monkeypatch.setitem(SHAPES, "small", qwen3().config)
     monkeypatch.setattr(shapes, "_NOISE", 4099)

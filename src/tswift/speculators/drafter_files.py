@@ -54,7 +54,7 @@ LAYOUTS = (
 _RANDOM: dict[str, tuple[Layout, dict[str, object]]] = {
     DSPARK: (deepspec.LAYOUT, {"block_size": 7, "markov_rank": 256}),
     DFLASH: (zlab.LAYOUT, {"block_size": 16, "architectures": ()}),
-    EAGLE3: (eagle.SAFEAI, {}),
+    EAGLE3: (eagle.SAFEAI, {"target_layer_ids": None}),
 }
 _COPIED = {"embed_tokens.weight": "get_input_embeddings", "lm_head.weight": "get_output_embeddings"}
 _COMPARED = 64  # rows of a copy that are compared with the target's own
@@ -278,6 +278,8 @@ def published_spec(kind: str, config: PreTrainedConfig) -> SpeculatorSpec:
     layout, own = _RANDOM[kind]
     said = {
         **config.to_dict(),
+        "layer_types": None,
+        "rope_parameters": {"rope_theta": config.rope_parameters["rope_theta"]},
         "head_dim": head_size(config),
         "num_hidden_layers": 5,
         "target_layer_ids": zlab.spread(config.num_hidden_layers, 5),
