@@ -118,8 +118,8 @@ FAULTS = [
     # conversations
     Fault("a conversation's cache keeps what was said otherwise", "decoding/loop.py", "jobs/test_chat.py",
           "earlier._kv.length) if alike is None else alike", "earlier._kv.length)"),
-    Fault("a memory does not know of what is in the cache already", "decoding/loop.py", "jobs/test_chat.py",
-          "            memory.committed(begun)\n", "            pass\n"),
+    Fault("a history does not know of what is in the cache already", "decoding/loop.py", "jobs/test_chat.py",
+          "            history.committed(begun)\n", "            pass\n"),
     Fault("what was left of an answer was not said", "jobs/chat.py", "jobs/test_chat.py",
           '{"role": "assistant", "content": "".join(given)}]', '{"role": "assistant", "content": ""}]'),
     # what clients of vLLM and transformers send

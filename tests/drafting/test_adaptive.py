@@ -247,8 +247,8 @@ def test_where_every_node_costs_most_of_a_step_prose_is_decoded_plainly(speculat
         target = tiny_target()
         drafter = make_drafter("auto", target, heads, options, draft, costs=costs)
         steps = decode_steps(target, drafter, random_prompt(30, 8), params, 5, 100)
-        (memory,) = drafter.memories
-        kept = (memory._tables["logs"][: len(memory), 1:] > -inf).any(1).sum()
+        (history,) = drafter.histories
+        kept = (history._tables["logs"][: len(history), 1:] > -inf).any(1).sum()
         assert (kept == 0) == plain
         assert ({(step.choice, step.nodes) for step in steps} == {("ar", 1)}) == plain
 

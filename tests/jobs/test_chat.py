@@ -65,7 +65,7 @@ def test_answers_are_those_of_a_decode_of_all_that_was_said(model):
             held = len(prompt) + 20
             torch.testing.assert_close(ours[:, :, :held], theirs[:, :, :held])
         # what recalls the text knows what was likely after each token that was forwarded
-        tables = [each._drafter.memories[0]._tables for each in (talk._last, run.decoding)]
+        tables = [each._drafter.histories[0]._tables for each in (talk._last, run.decoding)]
         ours, theirs = (each["ids"][talk.kept : len(prompt) - 1] for each in tables)
         assert np.array_equal(ours, theirs)
     for method in METHODS:

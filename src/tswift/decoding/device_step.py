@@ -140,7 +140,7 @@ class DeviceStepper(Stepper[_Proposed]):
             own |= {"tokens": self._limit - 1, "parents": self._limit - 1}
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
         self._longest = longest = min(self._depth + 1, self._limit)
-        readers = [each for each in drafter.memories if isinstance(each, LogitReader)]
+        readers = [each for each in drafter.histories if isinstance(each, LogitReader)]
         self._reader = readers[0] if readers and target.device.type == "cuda" else None
         columns = self._reader.columns if self._reader else 0
         # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the
@@ -156,7 +156,7 @@ class DeviceStepper(Stepper[_Proposed]):
             ahead
             and self._limit == 1
             and context.recorder is None
-            and not drafter.memories
+            and not drafter.histories
             and self._kv.states is None
         )
         self._path = Path(longest, self._result)

@@ -266,7 +266,7 @@ class DeviceDraft(Protocol):
         """A tree of that shape, without tokens."""
 
 
-class TextMemory(Protocol):
+class TextHistory(Protocol):
     """What is known of all the text, whichever sources draft."""
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
@@ -278,7 +278,7 @@ class TextMemory(Protocol):
 
 @runtime_checkable
 class LogitReader(Protocol):
-    """A memory of logits.
+    """A history of logits.
 
     On CUDA a step's program makes of them what it keeps: the host fetches no whole rows.
 
@@ -300,14 +300,14 @@ class Drafter:
         sources: none for plain decoding.
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
-        memories: of the text, if sources use them.
+        histories: of the text, if sources use them.
         varies: whether how far it drafts along a path differs from step to step.
     """
 
     sources: Sequence[Source] = ()
     depth: int = 0
     limit: int = 1
-    memories: Sequence[TextMemory] = ()
+    histories: Sequence[TextHistory] = ()
     varies: bool = field(default=False, kw_only=True)
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
@@ -360,8 +360,8 @@ class Drafter:
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Called after the pass over each chunk of the prompt."""
-        for memory in self.memories:
-            memory.prefilled(context, forwarded)
+        for history in self.histories:
+            history.prefilled(context, forwarded)
 
     @property
     def choice(self) -> str:
@@ -378,7 +378,7 @@ class Drafter:
 
     def keep_up(self, context: Context, most: int) -> None:
         """Tell every source that the text has grown; the next step adds at most ``most`` tokens."""
-        for memory in self.memories:
-            memory.committed(context)
+        for history in self.histories:
+            history.committed(context)
         for source in self.sources:
             source.committed(context, most)

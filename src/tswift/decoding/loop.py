@@ -234,15 +234,15 @@ class Decoding:
         pairs = zip(text, earlier._context.text[: earlier._kv.length], strict=False)
         alike = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), None)
         held = min(len(text), earlier._kv.length) if alike is None else alike
-        # states cannot go back, and a memory takes in a few tokens only later
+        # states cannot go back, and a history takes in a few tokens only later
         if held < _LEAST_KEPT or (self._kv.states is not None and held < earlier._kv.length):
             return
         self._kv.copy_from(earlier._kv, held)
         self.copied = held
-        # the drafter's memories know of them that they came
+        # the drafter's histories know of them that they came
         begun = replace(self._context, text=self._context.text[: held + 1])
-        for memory in self._drafter.memories:
-            memory.committed(begun)
+        for history in self._drafter.histories:
+            history.committed(begun)
 
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.

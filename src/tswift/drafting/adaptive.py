@@ -327,7 +327,7 @@ class AdaptiveDrafter(Drafter):
     def device_drafts_on(self) -> bool:
         """As :attr:`Drafter.device_drafts_on`."""
         # what reads other states than a digest of logits would find them overwritten
-        read = all(isinstance(each, LogitReader) for each in self.memories)
+        read = all(isinstance(each, LogitReader) for each in self.histories)
         return self.device_drafts_next and self.bandit.stays and read
 
     def begin_device_step(self, context: Context) -> bool:

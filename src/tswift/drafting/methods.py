@@ -75,7 +75,7 @@ class Models:
     draft: Target | None  # a smaller model with the same vocabulary
     positions: int  # most tokens of prompt and text together
     costs: PassCosts  # what passes cost, for methods that choose which ones pay
-    memory: LogitHistory | None  # of the text, if it is recalled
+    history: LogitHistory | None  # of the text, if it is recalled
 
 
 def _set(value: _T | None) -> _T:
@@ -154,13 +154,13 @@ def _pruned(
     which goes as deep as the tree has nodes for.
     """
     nodes = _set(options.nodes)
-    memory = models.memory
+    history = models.history
     budget = budget or _budget(models, options)
-    if memory is None:
+    if history is None:
         return DynamicTreeDrafter(sources, depth, nodes, budget=budget)
-    sources = [*sources, HistorySource(memory, budget, nodes)]
+    sources = [*sources, HistorySource(history, budget, nodes)]
     return DynamicTreeDrafter(
-        sources, max(depth, min(nodes - 1, _FOLLOWED)), nodes, [memory], budget
+        sources, max(depth, min(nodes - 1, _FOLLOWED)), nodes, [history], budget
     )
 
 
@@ -177,7 +177,7 @@ def network(models: Models, options: DraftOptions) -> Drafter:
     window = _set(options.budget), _set(options.sinks)
     source = NetworkSource(network, levels, window, options.shared_noise, nodes, shape)
     drafter = _pruned(models, options, levels, [source], budget)
-    return replace(drafter, memories=[source, *drafter.memories])
+    return replace(drafter, histories=[source, *drafter.histories])
 
 
 def cascade(models: Models, options: DraftOptions) -> Drafter:
@@ -191,9 +191,9 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     if models.heads is not None:
         # a chain's trees are small
         inner = _of_heads(models, limited, None, [], every_level=True)
-    elif models.memory is not None:
+    elif models.history is not None:
         inner = recall(models, limited)
-    inner.memories = ()  # kept up for the tree that the chain is verified in
+    inner.histories = ()  # kept up for the tree that the chain is verified in
     draft_model = _self_draft(models.target, options, gamma, INNER_NODES)
     budget = _budget(models, options)
     chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.costs)
@@ -210,12 +210,12 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
     """
     target = models.target
     heads = models.heads
-    memory = models.memory
+    history = models.history
     quick = models.costs.seconds(1, 0) <= _RECORDED
-    steady = memory is not None and not quick
-    if memory is not None and steady:
-        memory.costs = models.costs
-    beside = models if steady else replace(models, memory=None)
+    steady = history is not None and not quick
+    if history is not None and steady:
+        history.costs = models.costs
+    beside = models if steady else replace(models, history=None)
     paying = replace(options, tree=AUTO_TREE, gamma=None)
     arms: dict[str, Drafter] = {"ar": Drafter()}
     if heads is not None and (target.replays or not steady):
@@ -230,7 +230,7 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
         arms[target.speculator.spec.method] = network(beside, paying)
     if target.kv_shape.states is None:  # else keys and values are too small a part of a pass
         arms["cascade"] = cascade(beside, options)
-    if memory is not None:
+    if history is not None:
         arms["recall"] = recall(models, options)
     if models.draft is not None:
         arms["standalone"] = standalone(models, _standalone_options(options))
@@ -244,16 +244,18 @@ def auto(models: Models, options: DraftOptions) -> Drafter:
                 drafter.budget.times = times
                 drafter.budget.learns = False
     # the states that a network reads are gone with the next pass
-    kept = [each for arm in arms.values() for each in arm.memories if steady or each is not memory]
+    kept = [
+        each for arm in arms.values() for each in arm.histories if steady or each is not history
+    ]
     for drafter in arms.values():
-        drafter.memories = [each for each in drafter.memories if each not in kept]
+        drafter.histories = [each for each in drafter.histories if each not in kept]
     depth, limit = (
         max(getattr(drafter, name) for drafter in arms.values()) for name in ("depth", "limit")
     )
     return AdaptiveDrafter(
         depth=depth,
         limit=limit,
-        memories=[*dict.fromkeys(kept)],
+        histories=[*dict.fromkeys(kept)],
         arms=arms,
         times=times,
         clock=timed,
@@ -659,9 +661,9 @@ def make_drafter(
         InputError: as :func:`resolve`.
     """
     options = resolved(name, target, heads, options, draft is not None)
-    memory = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
+    history = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
-    models = Models(target, heads, draft, positions, costs, memory)
+    models = Models(target, heads, draft, positions, costs, history)
     drafter = BUILDERS[name](models, options)
     drafter.varies |= varies(find_method(name), options)
     return drafter
