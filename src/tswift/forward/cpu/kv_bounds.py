@@ -59,7 +59,7 @@ def integer_steps(network: PreTrainedModel) -> Tensor:
             raise Unfit("there are no bounds of its keys and values")
         longest = _longest_row(parts.embeddings, config.vocab_size) * abs(parts.embedding_scale)
     for layer in parts.layers:
-        if layer.memory is not None:
+        if layer.recurrent is not None:
             continue
         keys = most(layer, "keys", 0)
         values = most(layer, "values", rows)

@@ -48,7 +48,7 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True)
-class MemoryParts:
+class RecurrentParts:
     """What a gated delta net has beside its linear layers.
 
     Attributes:
@@ -83,7 +83,7 @@ class LayerParts:
         spec: of its attention.
         scale: of the scores.
         gated: whether queries bring gates for what attention puts out.
-        memory: of a recurrent layer, in the place of attention; None for attention.
+        recurrent: of a recurrent layer, in the place of attention; None for attention.
     """
 
     linears: Mapping[str, Any]
@@ -93,7 +93,7 @@ class LayerParts:
     spec: AttentionSpec = field(default_factory=AttentionSpec)
     scale: float = 0.0
     gated: bool = False
-    memory: MemoryParts | None = None
+    recurrent: RecurrentParts | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def read_parts(network: PreTrainedModel, specs: Sequence[AttentionSpec] = ()) ->
     norms = [
         decoder.norm,
         *(norm for layer in layers for norm in layer.norms.values() if norm is not None),
-        *(layer.memory.norm for layer in layers if layer.memory is not None),
+        *(layer.recurrent.norm for layer in layers if layer.recurrent is not None),
     ]
     eps = {float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0))) for norm in norms}
     if (
@@ -265,10 +265,10 @@ def _recurrent_layer(layer: nn.Module) -> LayerParts:
         layer, {name: getattr(own, module) for name, module in products.items()}, {}
     )
     group = own.num_v_heads // own.num_k_heads
-    memory = MemoryParts(
+    recurrent = RecurrentParts(
         own, own.conv1d, own.norm, own.num_v_heads, group, own.head_k_dim, own.head_v_dim
     )
-    return LayerParts(linears, norms, memory=memory)
+    return LayerParts(linears, norms, recurrent=recurrent)
 
 
 def _around(
@@ -354,9 +354,9 @@ def _refuse_left_over(network: PreTrainedModel, parts: Parts, norms: Sequence[nn
     linears = (
         linear for layer in parts.layers for linear in layer.linears.values() if linear is not None
     )
-    memories = [layer.memory for layer in parts.layers if layer.memory is not None]
+    recurrent = [layer.recurrent for layer in parts.layers if layer.recurrent is not None]
     modules = [*norms, *linears, parts.embeddings, parts.lm_head]
-    modules += [each for memory in memories for each in (memory.module, memory.convolution)]
+    modules += [each for part in recurrent for each in (part.module, part.convolution)]
     known = {id(weight) for module in modules for weight in module.parameters(recurse=False)}
     for name, weight in network.named_parameters():
         if id(weight) not in known:

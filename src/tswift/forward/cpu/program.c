@@ -29,7 +29,7 @@ typedef struct {
     const float *decays, *shifts;   /* [heads], at which a state decays, and what is added to the time that passes */
     const float *norm;              /* [value_size], weights for what is read from a state */
     int64_t count, channels, heads, group, key_size, value_size; /* as in recurrence.c */
-} Memory;
+} Recurrent;
 
 typedef struct {
     Linear queries, keys, values, extra; /* these one after the other, as they are one product, */
@@ -37,7 +37,7 @@ typedef struct {
     Linear output, down;
     const float *pre_attention_norm, *post_attention_norm, *pre_mlp_norm, *post_mlp_norm; /* weights of norms: before and after attention and the MLP; or none */
     const float *query_norm, *key_norm;             /* of every head, or of all as one; or none */
-    const Memory *memory;  /* of a recurrent layer, whose products are what is convolved, gates for what it puts out, how
+    const Recurrent *recurrent;  /* of a recurrent layer, whose products are what is convolved, gates for what it puts out, how
                               much is new, and how much time passes; none of one with attention */
     int64_t place;         /* among the layers of its kind */
     int64_t gated;         /* whether a head's queries are followed by gates for what its attention puts out */
@@ -77,7 +77,7 @@ typedef struct {
     float *space;                      /* as many numbers as tswift_space says */
     const float *steps;                /* [2, layers, kv heads, width], what 1 stands for in keys and values of int16 */
     float *mixed;                      /* [nodes, what is multiplied], products of recurrent layers, so far apart as: */
-    int64_t by_memory;
+    int64_t by_recurrent;
     const float *rows, *matrices;       /* of each of these layers the rows before its convolution, and its state */
     float *rows_after, *matrices_after; /* the same after a chain, perhaps in their place; or none */
     int64_t nodes, prefix, by_layer, by_head, threads;
@@ -231,16 +231,16 @@ static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t
 INLINE int64_t aligned(int64_t count) { return (count + ALIGNED - 1) / ALIGNED * ALIGNED; }
 
 /* Numbers of a row of a recurrent layer's products. */
-INLINE int64_t mixed_row(const Memory *m) { return m->channels + m->heads * m->value_size + 2 * m->heads; }
+INLINE int64_t mixed_row(const Recurrent *m) { return m->channels + m->heads * m->value_size + 2 * m->heads; }
 
 /* A row of attention's products. */
 INLINE int64_t attended_row(const Model *m, int64_t gated) { return ((1 + gated) * m->heads + 2 * m->kv_heads) * m->width; }
 
 /* The largest sizes of recurrent layers; zeros where there are none. */
-static Memory largest(const Model *m) {
-    Memory found = {0};
+static Recurrent largest(const Model *m) {
+    Recurrent found = {0};
     for (const Layer *l = m->layers; l < m->layers + m->count; l++)
-        if (l->memory) found = *l->memory; /* they are alike */
+        if (l->recurrent) found = *l->recurrent; /* they are alike */
     return found;
 }
 
@@ -249,8 +249,8 @@ static Memory largest(const Model *m) {
 static int64_t lay_out(Run *run) {
     const Model *m = run->model;
     const Pass *p = run->pass;
-    const Memory memory = largest(m);
-    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most), read = memory.heads * memory.value_size;
+    const Recurrent recurrent = largest(m);
+    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most), read = recurrent.heads * recurrent.value_size;
     const int64_t integers = sizeof(int64_t) / sizeof(float), states = p->ancestors ? n : 1;
     int64_t at = 0, scratch = 0;
     struct { float **part; int64_t size; } parts[] = {
@@ -260,15 +260,15 @@ static int64_t lay_out(Run *run) {
         {&run->queries, some * heads},
         {&run->seen, some * heads},
         {&run->turned, n * most(heads, read)},
-        {&run->convolved, n * memory.channels},
-        {&run->decays, n * memory.heads},
-        {&run->rates, n * memory.heads},
-        {&run->states, memory.heads ? p->threads * states * memory.key_size * COLUMNS : 0},
+        {&run->convolved, n * recurrent.channels},
+        {&run->decays, n * recurrent.heads},
+        {&run->rates, n * recurrent.heads},
+        {&run->states, recurrent.heads ? p->threads * states * recurrent.key_size * COLUMNS : 0},
         {&run->cosines, m->rotaries * n * m->turned / 2},
         {&run->sines, m->rotaries * n * m->turned / 2},
         {(float **)&run->depths, p->ancestors ? n * integers : 0},
-        {(float **)&run->parents, memory.heads ? n * integers : 0},
-        {(float **)&run->places, memory.heads ? 2 * n * integers : 0},
+        {(float **)&run->parents, recurrent.heads ? n * integers : 0},
+        {(float **)&run->places, recurrent.heads ? 2 * n * integers : 0},
     };
     const int64_t start = p->space ? aligned((uintptr_t)p->space / sizeof(float)) - (uintptr_t)p->space / sizeof(float) : 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
@@ -394,17 +394,17 @@ static void attend(Run *run) {
 
 /* A row of products of a recurrent layer. */
 INLINE float *mixed(const Run *run, int64_t row) {
-    return run->pass->mixed + run->layer->place * run->pass->by_memory + row * mixed_row(run->layer->memory);
+    return run->pass->mixed + run->layer->place * run->pass->by_recurrent + row * mixed_row(run->layer->recurrent);
 }
 
 /* Rows before a layer's convolution, after what is committed. */
 INLINE int64_t kept_rows(const Run *run) {
-    return run->layer->place * (run->layer->memory->count - 1) * run->layer->memory->channels;
+    return run->layer->place * (run->layer->recurrent->count - 1) * run->layer->recurrent->channels;
 }
 
 /* The gates of a recurrence, and what is convolved: each queries and keys over their length. */
 static void convolve_row(const Run *run, int64_t row) {
-    const Memory *m = run->layer->memory;
+    const Recurrent *m = run->layer->recurrent;
     const float *own = mixed(run, row), *fresh = own + m->channels + m->heads * m->value_size;
     const float *kept = run->pass->rows + kept_rows(run);
     float *out = run->convolved + row * m->channels;
@@ -430,7 +430,7 @@ static void convolve_row(const Run *run, int64_t row) {
 
 /* Norm what a row reads from the states, and let it through. */
 static void read_row(const Run *run, int64_t row) {
-    const Memory *m = run->layer->memory;
+    const Recurrent *m = run->layer->recurrent;
     const int64_t size = m->value_size;
     float *read = run->turned + row * m->heads * size, *gate = mixed(run, row) + m->channels;
     for (int64_t h = 0; h < m->heads; h++, read += size, gate += size) {
@@ -441,7 +441,7 @@ static void read_row(const Run *run, int64_t row) {
 
 /* The newest rows before a convolution, after a chain. */
 static void keep_rows(const Run *run) {
-    const Memory *m = run->layer->memory;
+    const Recurrent *m = run->layer->recurrent;
     const float *kept = run->pass->rows + kept_rows(run);
     float *to = run->pass->rows_after + kept_rows(run);
     for (int64_t row = 0, at = run->pass->nodes; row < m->count - 1; row++, at++) {
@@ -452,7 +452,7 @@ static void keep_rows(const Run *run) {
 
 /* A recurrent layer, whose products are known. */
 static void remember(Run *run) {
-    const Memory *m = run->layer->memory;
+    const Recurrent *m = run->layer->recurrent;
     const Pass *p = run->pass;
     const int64_t n = p->nodes, at = run->layer->place * m->heads * m->key_size * m->value_size;
     const float *keys = run->convolved + m->heads / m->group * m->key_size;
@@ -482,7 +482,7 @@ static Run begin(const Model *m, const Pass *p) {
 void tswift_go_on(const Model *m, const Pass *p) {
     Run run = begin(m, p);
     for (run.layer = m->layers; run.layer < m->layers + m->count; run.layer++)
-        if (run.layer->memory) remember(&run);
+        if (run.layer->recurrent) remember(&run);
 }
 
 /* Add what attention or the MLP puts out, normed by weights if there are any, to a row of the states. */
@@ -520,8 +520,8 @@ void tswift_forward(const Model *m, const Pass *p) {
     for (; run.index < m->count; run.index++) {
         const Layer *layer = run.layer = m->layers + run.index;
         each_row(&run, norm_row, m->hidden);
-        multiply_rows(&run, &layer->queries, layer->memory ? 4 : 3, run.normed, layer->memory ? mixed(&run, 0) : run.wide);
-        if (layer->memory) remember(&run);
+        multiply_rows(&run, &layer->queries, layer->recurrent ? 4 : 3, run.normed, layer->recurrent ? mixed(&run, 0) : run.wide);
+        if (layer->recurrent) remember(&run);
         else {
             each_row(&run, split_row, m->hidden);
             attend(&run);

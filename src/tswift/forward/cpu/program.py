@@ -24,7 +24,7 @@ from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
 from tswift.caches import FullKV, KVBuffer, States
 from tswift.forward.cpu.parts import (
     LayerParts,
-    MemoryParts,
+    RecurrentParts,
     Unfit,
     in_float32,
     norm_weight,
@@ -89,7 +89,7 @@ class PassProgram:
         config = network.config.get_text_config()
         heads = config.num_attention_heads
         width = parts.head_dim
-        kept = sum(layer.memory is None for layer in parts.layers)
+        kept = sum(layer.recurrent is None for layer in parts.layers)
         attention = native.library(width, kv_dtype)
         self._library = library()
         self._space = torch.empty(0, dtype=torch.float32)
@@ -98,14 +98,16 @@ class PassProgram:
         places = {True: count(), False: count()}  # of layers with attention, and of recurrent ones
         for layer, made in zip(parts.layers, self._layers, strict=True):
             self._fill(made, layer)
-            made.place = next(places[layer.memory is None])
+            made.place = next(places[layer.recurrent is None])
         self._windowed = any(layer.spec.window for layer in parts.layers)
         self.lm_head_c = self._pack(parts.lm_head)
         self.lm_head_c.scale = parts.output_scale
         self.lm_head_c.softcap = parts.output_cap
         self._shape = kept, heads, width, config.hidden_size
-        memory = next((layer.memory for layer in parts.layers if layer.memory is not None), None)
-        self._mixed = len(parts.layers) - kept, _mixed(memory)
+        recurrent = next(
+            (layer.recurrent for layer in parts.layers if layer.recurrent is not None), None
+        )
+        self._mixed = len(parts.layers) - kept, _mixed(recurrent)
         self.embeddings = self._embeddings(parts.embeddings)
         self._model = C.Model(
             layers=ctypes.addressof(self._layers),
@@ -148,8 +150,8 @@ class PassProgram:
                 setattr(made, name, self._pack(linear))
         for name, norm in layer.norms.items():
             setattr(made, name, 0 if norm is None else self._pointer(norm_weight(norm)))
-        if layer.memory is not None:
-            made.memory = ctypes.addressof(self._memory(layer.memory))
+        if layer.recurrent is not None:
+            made.recurrent = ctypes.addressof(self._recurrent(layer.recurrent))
         made.gated = layer.gated
         made.joint = layer.joint
         made.rotary = -1 if layer.rotary is None else layer.rotary
@@ -157,18 +159,18 @@ class PassProgram:
         made.softcap = layer.spec.softcap or 0
         made.scale = layer.scale * math.log2(math.e)  # scores are powers of two: see native.c
 
-    def _memory(self, memory: MemoryParts) -> ctypes.Structure:
+    def _recurrent(self, recurrent: RecurrentParts) -> ctypes.Structure:
         """The structure of a gated delta net."""
-        taps = in_float32(memory.convolution.weight).squeeze(1).T
-        if memory.convolution.bias is not None:
+        taps = in_float32(recurrent.convolution.weight).squeeze(1).T
+        if recurrent.convolution.bias is not None:
             raise Unfit("a convolution with a bias has no program")
-        made: ctypes.Structure = C.Memory(
+        made: ctypes.Structure = C.Recurrent(
             self._pointer(taps),
-            self._pointer(-in_float32(memory.module.A_log).exp()),
-            self._pointer(memory.module.dt_bias),
-            self._pointer(memory.norm.weight),
+            self._pointer(-in_float32(recurrent.module.A_log).exp()),
+            self._pointer(recurrent.module.dt_bias),
+            self._pointer(recurrent.norm.weight),
             *taps.shape,
-            *(memory.heads, memory.group, memory.key_size, memory.value_size),
+            *(recurrent.heads, recurrent.group, recurrent.key_size, recurrent.value_size),
         )
         self._kept.append(made)
         return made
@@ -295,7 +297,7 @@ class PassProgram:
         long = run.nodes > self.most_nodes
         mixed = torch.empty(1 if long else layers, run.nodes, size, dtype=torch.float32)
         run.mixed = mixed.data_ptr()
-        run.by_memory = 0 if long else mixed.stride(0)
+        run.by_recurrent = 0 if long else mixed.stride(0)
         run.rows = states.rows.data_ptr()
         run.matrices = states.matrices.data_ptr()
         if chain:
@@ -313,7 +315,7 @@ class PassProgram:
         matrices = states.matrices.data_ptr()
         run = C.Pass(
             mixed=rows.data_ptr(),
-            by_memory=rows.stride(0),
+            by_recurrent=rows.stride(0),
             rows=own,
             rows_after=own,
             matrices=matrices,
@@ -502,13 +504,13 @@ def may_serve(network: PreTrainedModel) -> bool:
         return False
 
 
-def _mixed(memory: MemoryParts | None) -> int:
+def _mixed(recurrent: RecurrentParts | None) -> int:
     """Numbers of a row of a recurrent layer's products, as in program.c."""
-    if memory is None:
+    if recurrent is None:
         return 0
-    values = memory.heads * memory.value_size
-    channels = values + 2 * memory.heads // memory.group * memory.key_size
-    return channels + values + 2 * memory.heads
+    values = recurrent.heads * recurrent.value_size
+    channels = values + 2 * recurrent.heads // recurrent.group * recurrent.key_size
+    return channels + values + 2 * recurrent.heads
 
 
 def _refuse_unfit(network: PreTrainedModel, head_dim: int) -> None:
