@@ -25,7 +25,7 @@ from tswift.files import Lock, in_use, open_own, write_whole
 from tswift.jobs import folder as module
 from tswift.jobs.config import RunConfig, fingerprint
 from tswift.jobs.folder import (
-    Checkpoint,
+    JournalLine,
     Record,
     RunFolder,
     SaveFailed,
@@ -220,7 +220,7 @@ COUNTERS = st.dictionaries(
 @given(counts=st.sets(st.integers(1, 2**40), max_size=6), data=st.data())
 def test_checkpoints_come_back(counts, data):
     checkpoints = [
-        Checkpoint(n, data.draw(st.integers(0, 2**32 - 1)), data.draw(COUNTERS))
+        JournalLine(n, data.draw(st.integers(0, 2**32 - 1)), data.draw(COUNTERS))
         for n in sorted(counts)
     ]
     content = b"".join(checkpoint.line() for checkpoint in checkpoints)
@@ -247,15 +247,15 @@ def test_anything_can_be_read(content):
 )
 def test_a_line_that_says_nothing_or_does_not_rise_is_broken(text):
     line = b"%s\t%08x\n" % (text, crc32(text))
-    good = Checkpoint(5, 1).line()
+    good = JournalLine(5, 1).line()
     assert parse_journal(good + line).truncated
-    assert parse_journal(good + line + Checkpoint(9, 3).line()).broken == 2
+    assert parse_journal(good + line + JournalLine(9, 3).line()).broken == 2
 
 
 def journaled(folder: Path, counts: list[int], tokens: list[int] = TEXT) -> Path:
     """A journal with checkpoints at these counts, and the tokens."""
     lines = [
-        Checkpoint(n, crc32(bytes_of(PROMPT + TEXT[:n])), {"passes": n}).line() for n in counts
+        JournalLine(n, crc32(bytes_of(PROMPT + TEXT[:n])), {"passes": n}).line() for n in counts
     ]
     (folder / "journal").write_bytes(b"".join(lines))
     (folder / "tokens.u32").write_bytes(bytes_of(tokens))

@@ -205,7 +205,7 @@ def _holds_no_run(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class JournalLine:
     """A line of the journal."""
 
     tokens: int  # how many there were
@@ -227,7 +227,7 @@ class Checkpoint:
 class Journal(NamedTuple):
     """A journal that was read."""
 
-    checkpoints: list[Checkpoint]  # of the whole lines before the first broken one
+    checkpoints: list[JournalLine]  # of the whole lines before the first broken one
     truncated: bool = False  # the last line is broken or has no end: writing it was cut short
     broken: int | None = None  # number of a line, from 1, that is broken although others follow
 
@@ -235,7 +235,7 @@ class Journal(NamedTuple):
 def parse_journal(content: bytes) -> Journal:
     """Read a journal; nothing in it is too broken for that."""
     *lines, rest = content.split(b"\n")
-    checkpoints: list[Checkpoint] = []
+    checkpoints: list[JournalLine] = []
     end = 0
     for number, line in enumerate(lines, 1):
         end += len(line) + 1
@@ -243,7 +243,7 @@ def parse_journal(content: bytes) -> Journal:
         try:
             counters = json.loads(text) if crc == b"%08x" % crc32(text) else {}
             sums = (counters.pop("crc32"), counters.pop(_ROWS, None))
-            checkpoint = Checkpoint(counters.pop("tokens"), sums[0], counters, sums[1], end)
+            checkpoint = JournalLine(counters.pop("tokens"), sums[0], counters, sums[1], end)
             whole = (
                 isinstance(checkpoint.tokens, int)
                 and isinstance(sums[0], int)
@@ -310,7 +310,7 @@ class RunFolder:
         path: Path,
         lock: Lock,
         record: Record,
-        checkpoint: Checkpoint,
+        checkpoint: JournalLine,
         text: str,
         row_bytes: int = 0,
     ) -> RunFolder:
@@ -400,7 +400,7 @@ class RunFolder:
             self._sync(TEXT, durable=last)  # until then it could be made again from the tokens
             if self._appended > self.saved:
                 self._add(
-                    JOURNAL, Checkpoint(self._appended, self._crc, counters, self._rows_crc).line()
+                    JOURNAL, JournalLine(self._appended, self._crc, counters, self._rows_crc).line()
                 )
                 self._sync(JOURNAL)
         self.saved = self._appended
@@ -477,7 +477,7 @@ class Saved(NamedTuple):
     """How far a run came, as its journal vouches for it."""
 
     tokens: list[int]  # the generated token ids that are vouched for
-    checkpoints: list[Checkpoint]  # those that hold; the first is the beginning
+    checkpoints: list[JournalLine]  # those that hold; the first is the beginning
     # the journal's last line was cut short, so that a checkpoint before it is the last
     truncated: bool
     # tokens in the file behind the last checkpoint: they may be right, and are drawn again
@@ -559,7 +559,7 @@ def read_saved(path: Path, prompt: Sequence[int], row_bytes: int = 0) -> Saved:
         else ""
     )
     rows = read_own(path / LOGPROBS) if row_bytes else b""
-    sound = [Checkpoint(0, crc32(bytes_of(prompt)), rows_crc32=0 if row_bytes else None)]
+    sound = [JournalLine(0, crc32(bytes_of(prompt)), rows_crc32=0 if row_bytes else None)]
     rows_crc = 0
     for checkpoint in journal.checkpoints:
         before = sound[-1]
@@ -676,12 +676,12 @@ def list_runs(folder: Path) -> list[Entry]:
     )
 
 
-def inspect_run(path: Path) -> tuple[Entry, Record | None, Checkpoint]:
+def inspect_run(path: Path) -> tuple[Entry, Record | None, JournalLine]:
     """A run from outside, whoever is writing it: its entry in a list, its record (if sound),
     its last checkpoint.
     """
     working = in_use(path)
-    last = Checkpoint(0, 0)
+    last = JournalLine(0, 0)
     with suppress(InputError):
         last = [last, *parse_journal(read_own(path / JOURNAL, MAX_RECORD)).checkpoints][-1]
     if working and not (path / RECORD).exists():  # its model is being loaded
