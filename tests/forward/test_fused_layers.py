@@ -148,7 +148,7 @@ def cached(heads, head, rows, held, capacity, dtype, normed=False, seed=0, nodes
     keys, values = torch.full((2, heads[1], capacity, head), torch.nan, dtype=dtype)
     length = torch.full((), held, dtype=torch.int32)
     given = heads, angles, weights, EPS, keys, values, length, rows if nodes is None else nodes
-    return kernels.Heads(*given)
+    return kernels.HeadPlan(*given)
 
 
 def plainly(parts: list[Tensor], heads) -> list[Tensor]:

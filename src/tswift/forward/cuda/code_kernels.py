@@ -26,7 +26,7 @@ from tswift.forward.cuda.layer_kernels import (
     _INTERPRETED,
     MOST_ROWS,
     UNFUSED,
-    Heads,
+    HeadPlan,
     _active,
     _counters,
     _finish_head,
@@ -333,7 +333,7 @@ def _multiply(
     follows: int,
     out: Tensor | None = None,
     hidden: Tensor | None = None,
-    heads: Heads | None = None,
+    heads: HeadPlan | None = None,
     rotated: Tensor | None = None,
     sums: Tensor | None = None,
 ) -> None:
@@ -403,7 +403,7 @@ def add_product(
 
 
 def project_heads(
-    rows: Tensor, products: Sequence[CodedProduct], heads: Heads, sums: Tensor | None = None
+    rows: Tensor, products: Sequence[CodedProduct], heads: HeadPlan, sums: Tensor | None = None
 ) -> Tensor:
     """As that of floats, of hidden states that have been normalised."""
     rotated = rows.new_empty(len(rows), heads.heads[0], heads.keys.shape[2])

@@ -28,7 +28,7 @@ from tswift.models.devices import dtype_name
 
 if TYPE_CHECKING:  # triton may not be installed
     from tswift.forward.cuda.code_kernels import CodedProduct
-    from tswift.forward.cuda.layer_kernels import Heads, Hidden, Product
+    from tswift.forward.cuda.layer_kernels import HeadPlan, Hidden, Product
 
 _LAYERS = {f"{name}DecoderLayer" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _WIDEST = 16_384  # hidden states that one program can hold
@@ -177,7 +177,7 @@ def coded_product(layer: CodedLinear) -> CodedProduct:
 
 def _attended(
     module: Any,
-    project: Callable[[Heads], Tensor],
+    project: Callable[[HeadPlan], Tensor],
     rows: Tensor,
     angles: tuple[Tensor, Tensor],
     run: Pass,
@@ -185,7 +185,7 @@ def _attended(
     """Attention of one layer: ``[n, query heads * d]``; ``project`` makes queries, keys and values
     of ``[n, H]`` rows.
     """
-    from tswift.forward.cuda.layer_kernels import Heads, nothing_held
+    from tswift.forward.cuda.layer_kernels import HeadPlan, nothing_held
 
     index = module.layer_idx
     size = module.head_dim
@@ -199,7 +199,7 @@ def _attended(
         keys, values = rows.new_empty(2, len(rows), kept[1], size).transpose(1, 2)
     known = (angles[0][0].contiguous(), angles[1][0].contiguous())
     nodes = len(rows) if kv is None else run.nodes
-    query = project(Heads(kept, known, *head_norms(module), keys, values, length, nodes))
+    query = project(HeadPlan(kept, known, *head_norms(module), keys, values, length, nodes))
     attend = run.layer if kv is None else run.attended
     out = attend(index, query, keys, values, module.scaling)
     return out.transpose(0, 1).reshape(len(rows), -1)

@@ -524,7 +524,7 @@ class Hidden(NamedTuple):
     eps: float
 
 
-class Heads(NamedTuple):
+class HeadPlan(NamedTuple):
     """What becomes of queries, keys and values."""
 
     heads: tuple[int, int]  # of queries, of keys
@@ -625,7 +625,7 @@ def add_product(
 
 
 def project_heads(
-    hidden: Hidden, products: Sequence[Product], heads: Heads, sums: Tensor | None = None
+    hidden: Hidden, products: Sequence[Product], heads: HeadPlan, sums: Tensor | None = None
 ) -> Tensor:
     """Queries, rotated, of hidden states; keys and values go to where they are kept.
 
@@ -655,7 +655,7 @@ def project_heads(
     return rotated.transpose(0, 1)
 
 
-def rotate(products: Sequence[Tensor], heads: Heads) -> Tensor:
+def rotate(products: Sequence[Tensor], heads: HeadPlan) -> Tensor:
     """As :func:`project_heads`, of products ``[n, heads * d]`` that were made before: of queries,
     of keys and of values, contiguous.
     """
@@ -676,18 +676,18 @@ def nothing_held(device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.int32, device=device)
 
 
-def _places(heads: Heads, rotated: Tensor) -> tuple[Tensor | None, ...]:
+def _places(heads: HeadPlan, rotated: Tensor) -> tuple[Tensor | None, ...]:
     kept = heads.keys, heads.values
     steps = map(steps_of, kept) if heads.keys.dtype == torch.int8 else (None, None)
     return *heads.angles, *heads.norms, rotated, *kept, *steps, heads.length
 
 
-def _strides(heads: Heads) -> tuple[int | float, ...]:
+def _strides(heads: HeadPlan) -> tuple[int | float, ...]:
     strides = *heads.keys.stride()[:2], *heads.values.stride()[:2]
     return *strides, heads.eps, heads.nodes, heads.keys.shape[1]
 
 
-def _sizes(heads: Heads) -> dict[str, int]:
+def _sizes(heads: HeadPlan) -> dict[str, int]:
     half = heads.keys.shape[2] // 2
     return {
         "QUERY_HEADS": heads.heads[0],

@@ -14,7 +14,7 @@ from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.cuda.fused_layers import coded_product, head_norms, product_of
 
 if TYPE_CHECKING:
-    from tswift.forward.cuda.layer_kernels import Heads, Hidden
+    from tswift.forward.cuda.layer_kernels import HeadPlan, Hidden
 
 
 _TRIED = 5  # rows that kernels are tried with
@@ -268,7 +268,7 @@ def _try_heads(
     """Compare products of heads, of ``width`` outputs a program, with PyTorch; returns a function
     that makes their parts anew.
     """
-    from tswift.forward.cuda.layer_kernels import Heads, rotate
+    from tswift.forward.cuda.layer_kernels import HeadPlan, rotate
 
     head = attention.head_dim
     three = _three(attention)
@@ -294,13 +294,13 @@ def _try_heads(
         ]
         return [*rotated, value]
 
-    def cached() -> Heads:
+    def cached() -> HeadPlan:
         keys, values = empty().parts[0][:2]
         length = torch.full((), 3, dtype=torch.int32, device=normed.device)
         heads = (sizes[0] // head, sizes[1] // head)
-        return Heads(heads, angles, weights, eps, keys, values, length, rows - 1)
+        return HeadPlan(heads, angles, weights, eps, keys, values, length, rows - 1)
 
-    def compare(query: Tensor, heads: Heads, sums: Tensor) -> None:
+    def compare(query: Tensor, heads: HeadPlan, sums: Tensor) -> None:
         expected, *made = plain(sums)
         _compare("rotation", query.transpose(0, 1), expected)
         kv = empty()
