@@ -873,7 +873,7 @@ FAULTS = [
     Fault("what EAGLE drafts stays at one place", "speculators/eagle.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
           "used\n            places = (position - 1 + level).expand", "used\n            places = (position - 1).expand"),
     Fault("the draft vocabulary is not mapped", "speculators/draft_network.py", f"{NETWORKS}::test_logits_are_those_of_a_dense_recomputation",
-          "offsets + torch.arange", "torch.arange"),
+          "network.d2t + torch.arange", "torch.arange"),
     Fault("a drafter's window has no sinks", "caches.py", NETWORKS,
           "self.sinks + (place - self.sinks) % ring", "place % self.budget"),
     Fault("a drafter is told the token, not the next one", "drafting/networks.py", f"{TREES_OF}::test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first",

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from recipes.corpus import train_tokenizer
-from tswift.decoding.text import EVERYTHING, TextRules, TextStream
+from tswift.decoding.text import TextRules, TextStream
+
+EVERYTHING = TextRules(skip_special=False, include_end=True)  # every token is shown, and none ends
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,6 @@ class TextRules:
     least: int = 0
 
 
-EVERYTHING = TextRules(skip_special=False, include_end=True)  # every token is shown, and none ends
-
-
 def text_of(
     tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], rules: TextRules = TextRules()
 ) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,8 @@ class DraftNetwork(nn.Module):
         spec: sizes.
         target: whose embeddings and LM head are shared; its passes give the taps.
     """
+
+    d2t: Tensor  # from an id of a smaller draft vocabulary to what is to be added to it
 
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__()
@@ -107,6 +108,5 @@ def to_full_vocabulary(logits: Tensor, network: DraftNetwork) -> Tensor:
     own = logits.shape[1]
     if own in (count, network.target.vocab_size):
         return logits
-    offsets: Any = network.d2t
     full = logits.new_full((len(logits), count), EXCLUDED)
-    return full.index_copy_(1, offsets + torch.arange(own, device=logits.device), logits)
+    return full.index_copy_(1, network.d2t + torch.arange(own, device=logits.device), logits)

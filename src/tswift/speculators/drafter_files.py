@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -144,8 +144,7 @@ class SpeculatorFile:
             network = build(self.spec, target)
         read_into(network, self.tensors, target.dtype, target.device, OPTION)
         if "d2t" in self.tensors:
-            offsets: Any = network.d2t
-            ids = offsets.cpu() + torch.arange(self.spec.draft_vocab)
+            ids = network.d2t.cpu() + torch.arange(self.spec.draft_vocab)
             if ids.dtype != torch.int64 or ids.min() < 0 or ids.max() >= self.spec.vocab_size:
                 raise refused(self.path, "is broken: d2t leads outside the vocabulary")
         return attached(network)

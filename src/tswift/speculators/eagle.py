@@ -18,8 +18,6 @@ class EagleSpeculator(DraftNetwork):
     Row p has a state of token p and the embedding of token p + 1, and guesses the one after that.
     """
 
-    d2t: Tensor  # from an id of the draft vocabulary to what is to be added to it
-
     def __init__(self, spec: SpeculatorSpec, target: Target | None) -> None:
         super().__init__(spec, target)
         hidden = spec.hidden_size
