@@ -420,14 +420,14 @@ def cache_of(type_: torch.dtype, kv_heads: int, size: int, *more: str) -> list[T
 
 def heads_of(
     type_: torch.dtype, rows: int, kv_heads: int, groups: int, size: int, *more: str
-) -> layer_kernels.Heads:
+) -> layer_kernels.HeadPlan:
     """Where heads of some rows go."""
     angles = torch.zeros(2, rows, size, dtype=type_)
     norms = (angles[0, 0], angles[0, 0]) if "norms" in more else (None, None)
     cache = cache_of(type_, kv_heads, size, *more)
     length = torch.zeros((), dtype=torch.int32)
     count = (kv_heads * groups, kv_heads)
-    return layer_kernels.Heads(count, tuple(angles), norms, 1e-5, *cache, length, rows)
+    return layer_kernels.HeadPlan(count, tuple(angles), norms, 1e-5, *cache, length, rows)
 
 
 def compile_prompt(
