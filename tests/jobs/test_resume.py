@@ -387,7 +387,7 @@ def test_another_model_is_refused(asked, model, monkeypatch):
     weight = model.target.model.get_input_embeddings().weight
     kept = weight[7, 3].item()
     weight.data[7, 3] = kept * (1 + 2**-50)
-    monkeypatch.setattr(resuming, "load_model", lambda config, ranks: replace(model, weights=None))
+    monkeypatch.setattr(resuming, "load_model", lambda config: replace(model, weights=None))
     try:
         with refused(r"is not the model that .* was made with: weights differ"):
             resume(folder, {}, False, [])

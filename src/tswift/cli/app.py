@@ -54,8 +54,6 @@ def _in_one_line(command: Callable[..., None]) -> str:
     return re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(command) or "")
 
 
-_TOGETHER = ("train",)  # what torchrun may start
-
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 for each in (
     generate,
@@ -104,7 +102,7 @@ def _following() -> bool:
 
 def _refuse_copies(command: str) -> None:
     """Refuse a command that would do the same work once per rank."""
-    if _several() and command not in _TOGETHER:
+    if _several() and command != "train":
         raise InputError(
             f"tswift {command} works in one process, and no model is split over ranks any more; "
             "start it without torchrun"
