@@ -27,7 +27,7 @@ ORDER = [
     {"forward"},
     {"models", "sampling"},
     {"caches", "attention"},
-    {"options", "tables", "distributed", "native_build", "files", "machine", "remembered"},
+    {"options", "tables", "native_build", "files", "machine", "remembered"},
     {"errors", "stages"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

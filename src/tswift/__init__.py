@@ -13,8 +13,8 @@ and ``memory`` (what it takes); ``drafting`` (methods, and what they propose); `
 propose, forward, draw, walk, commit); ``loading`` (a name becomes a model that decodes);
 ``speculators`` (heads and published drafters); ``forward`` (a pass, with ``cpu`` and ``cuda``);
 ``sampling`` (which token is drawn) and ``models`` (files, configurations, codes); ``attention`` and
-``caches``; and what knows no model: ``options``, ``tables``, ``distributed``, ``native_build``
-(C programs), ``files``, ``machine``, ``remembered`` (checks), ``errors``, ``stages``.
+``caches``; and what knows no model: ``options``, ``tables``, ``native_build`` (C
+programs), ``files``, ``machine``, ``remembered`` (checks), ``errors``, ``stages``.
 """
 
 from __future__ import annotations

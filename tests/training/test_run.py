@@ -26,13 +26,13 @@ from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
 from tests.words import words_of
 from tswift.cli import main
-from tswift.distributed import open_ranks
 from tswift.errors import DecodeError, InputError
 from tswift.files import LOCK
 from tswift.tables import Reporter
 from tswift.training import run as module
 from tswift.training.config import HeadsConfig
 from tswift.training.data import Documents
+from tswift.training.ranks import open_ranks
 from tswift.training.run import CHECKPOINT, METRICS, RECORD, TrainFolder, resume, train
 from tswift.training.tasks import HEADS, TEACHER
 

@@ -57,9 +57,9 @@ def train(
     elif not os.path.isdir(str(resume)):  # no error of a name that no file has
         raise InputError(f"there is no folder {str(resume)[:80]}", "resume")
 
-    from tswift.distributed import find_ranks
     from tswift.models.devices import find_device
     from tswift.training import run as training
+    from tswift.training.ranks import find_ranks
     from tswift.training.tasks import HEADS
 
     first = find_ranks()[0] == 0

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tswift.distributed import Dist, open_ranks
 from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
 from tswift.files import Lock, lock_folder, open_own, status_of_regular_file, write_whole
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, default_path, read_own
@@ -34,6 +33,7 @@ from tswift.tables import Reporter
 from tswift.training.config import HeadsConfig, corpus_files
 from tswift.training.data import prepare
 from tswift.training.losses import TOP, Metrics, total
+from tswift.training.ranks import Dist, open_ranks
 from tswift.training.tasks import HEADS, TEACHER, Scores, Trainee, learning_rate
 
 RECORD, METRICS, CHECKPOINT = "train.json", "metrics.jsonl", "checkpoint.safetensors"

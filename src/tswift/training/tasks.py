@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from tswift.decoding.stats import DecodeStats
-from tswift.distributed import Dist
 from tswift.engine import Request, begin
 from tswift.errors import InputError, Object, renamed
 from tswift.loading.model import LoadedModel
@@ -24,6 +23,7 @@ from tswift.tables import Reporter
 from tswift.training.config import DISTILL, TIMES, HeadsConfig
 from tswift.training.data import Documents
 from tswift.training.losses import HeadsLoss, Metrics, total
+from tswift.training.ranks import Dist
 from tswift.training.teacher import LIKELIEST, Lessons, Taught, teach
 
 HEADS = "heads.safetensors"
