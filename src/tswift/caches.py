@@ -837,6 +837,3 @@ class PartialKV(KVBuffer):
             self._free = empty
             self._aging = deque(range(sinks, len(always)))
         self.selections += 1
-
-
-USUAL = 64  # head size

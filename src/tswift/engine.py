@@ -197,7 +197,7 @@ def begin(
 
 @wraps(loading.load)
 def load(*given: Any, **named: Any) -> LoadedModel:
-    """As the function wrapped; the model also knows which methods decode it."""
+    """As :func:`tswift.loading.model.load`; the model also names the methods that decode it."""
     model = loading.load(*given, **named)
     methods = possible(model.target, model.heads, draft=model.draft is not None)
     return replace(model, methods=methods)

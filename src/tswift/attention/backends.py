@@ -17,7 +17,6 @@ from tswift.attention.sdpa import (
     BatchInvariantAttention,
     Layout,
 )
-from tswift.caches import USUAL
 from tswift.errors import InputError
 
 
@@ -25,6 +24,7 @@ def _load(module: str, name: str) -> type[Attention]:
     return getattr(importlib.import_module(f"tswift.attention.{module}"), name)
 
 
+USUAL_HEAD_SIZE = 64
 BACKENDS: dict[str, Callable[[], type[Attention]]] = {
     "sdpa": partial(_load, "sdpa", "TreeAttention"),
     "native": partial(_load, "native", "NativeAttention"),
@@ -35,7 +35,9 @@ BACKENDS: dict[str, Callable[[], type[Attention]]] = {
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def why_not(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str | None:
+def why_not(
+    name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL_HEAD_SIZE
+) -> str | None:
     """Why a backend, a key of :data:`BACKENDS`, cannot serve a model here, in one line; None if it
     can.
 
@@ -70,7 +72,9 @@ def own_backend(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "native"
 
 
-def choose(name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL) -> str:
+def choose(
+    name: str, dtype: torch.dtype, device: torch.device, width: int = USUAL_HEAD_SIZE
+) -> str:
     """The backend that a name stands for; the arguments are those of :func:`why_not`.
 
     ``auto`` is triton on CUDA and native on the CPU, where they can serve, and sdpa elsewhere.
@@ -110,7 +114,7 @@ def _unbuilt(width: int, dtype: torch.dtype) -> str | None:
     try:
         parallel_region()
         # that one tells whether there is a compiler at all
-        library(width if takes(width) else USUAL, dtype)
+        library(width if takes(width) else USUAL_HEAD_SIZE, dtype)
     except Unbuilt as error:
         return f"native attention {error}"
     return None

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tswift.attention.backends import BACKENDS
+from tswift.attention.backends import BACKENDS, USUAL_HEAD_SIZE
 from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention, TreeAttention
-from tswift.caches import USUAL, FullKV, KVShape
+from tswift.caches import FullKV, KVShape
 from tswift.errors import cause_of
 
 _Tried = tuple[tuple[int, int, bool], ...]
@@ -30,7 +30,7 @@ def fails(
     name: str,
     dtype: torch.dtype,
     device: torch.device,
-    width: int = USUAL,
+    width: int = USUAL_HEAD_SIZE,
     heads: tuple[int, int] = (1, 1),
     spec: Iterable[AttentionSpec] = (_NOTHING,),
     codes: bool = False,

@@ -577,9 +577,10 @@ def configuration(rows: int, width: int, generation: int, codes: bool = False) -
     """The layout of the attention kernel's programs; the only place that says so.
 
     Chosen by what the compiler makes of them (results/cuda-offline): nothing spilled, and two
-    programs per multiprocessor where that can be. No GPU has timed them yet. Those that one model
-    gets on one device give a row the same bits: there is either one of them, or one of 64 and one
-    of 128 rows, which differ by the number of warps alone.
+    programs per multiprocessor where that can be. Those for 9 have run on an H100 and an H200
+    (results/h200), the others on no GPU. Those that one model gets on one device give a row the
+    same bits: there is either one of them, or one of 64 and one of 128 rows, which differ by the
+    number of warps alone.
 
     ``rows`` are query heads per KV head times nodes; ``width`` is the padded head size,
     ``generation`` the major compute capability. Keys that are ``codes`` are made floats in registers,

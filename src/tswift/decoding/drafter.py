@@ -349,7 +349,9 @@ class Drafter:
 
     @property
     def device_drafts_on(self) -> bool:
-        """Whether the tree after the coming step's is the device's too, whatever the step adds."""
+        """Whether the device also drafts the tree after the next one, however many tokens the next
+        step adds; it may then begin that tree without the host.
+        """
         return not self.host_proposes_too
 
     def begin_device_step(self, context: Context) -> bool:

@@ -291,7 +291,7 @@ def find_method(name: str) -> Method:
 
 
 def used(method: Method, options: DraftOptions) -> frozenset[str]:
-    """The fields of its options that a method looks at, by their values."""
+    """Names of the options that a method reads; which they are depends on their values."""
     uses = method.uses
     tree = options.tree or (AUTO_TREE if method.speculator_kinds else None)
     if "kv" in uses and options.kv == FULL:

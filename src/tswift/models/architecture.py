@@ -24,7 +24,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tswift.caches import USUAL, LayerKV, StateShape
+from tswift.attention.backends import USUAL_HEAD_SIZE
+from tswift.caches import LayerKV, StateShape
 from tswift.errors import InputError
 
 # types of layers that have a state; those of the last one have keys and values, too
@@ -379,7 +380,7 @@ def heads_of(config: PreTrainedConfig) -> tuple[int, int, int]:
         value if type(value := getattr(text, name, None)) is int and value > 0 else 0
         for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
     )
-    size = size or (hidden // heads if hidden >= heads > 0 else USUAL)
+    size = size or (hidden // heads if hidden >= heads > 0 else USUAL_HEAD_SIZE)
     return (
         (kv_heads, heads // kv_heads, size)
         if heads and kv_heads and heads % kv_heads == 0
