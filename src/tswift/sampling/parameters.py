@@ -244,9 +244,7 @@ class SamplingParams:
 
     def __str__(self) -> str:
         """How a token is drawn, in words; token ids that are never drawn are left out."""
-        said = [
-            f"temperature {self.temperature:g}" if self.temperature else "the most likely token"
-        ]
+        said = ["the most likely token" if self.greedy else f"temperature {self.temperature:g}"]
         said += [f"{name.replace('_', '-')} {getattr(self, name):g}" for name in self.filters]
         if self.penalises:
             text = "all of the text" if self.window >= ALL else f"{self.window:,} tokens"
@@ -292,14 +290,17 @@ class SamplingParams:
         return replace(self, penalty=penalty, window=ALL, repetition_penalty=1.0)
 
     @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, by no noise and no filter."""
+        return self.temperature == 0
+
+    @property
     def filters(self) -> tuple[str, ...]:
         """Names of the filters that may drop tokens, in the order in which they are applied;
-        none at temperature 0.
+        none if the draw is :attr:`greedy`.
         """
         names = dict.fromkeys([*(self.order.split(",") if self.order else ()), *_FILTERS])
-        return tuple(
-            name for name in names if self.temperature and getattr(self, name) != OFF[name]
-        )
+        return tuple(name for name in names if not self.greedy and getattr(self, name) != OFF[name])
 
     def unfiltered(self) -> SamplingParams:
         """The same parameters with all filters off."""
@@ -386,12 +387,10 @@ def warp(
         ``[n, V]`` float64, unnormalised log-probabilities, ``-inf`` where a token is dropped.
     """
     bias(logits, params, held)
-    if params.temperature not in (0, 1):
+    if not params.greedy and params.temperature != 1:
         logits /= logits.new_full((), params.temperature)
     if seen is not None:
         logits = repeated(logits, seen, params.penalty)
-    if params.temperature == 0:
-        return logits
     for name in params.filters:
         logits = _FILTERS[name](logits, getattr(params, name))
     return logits

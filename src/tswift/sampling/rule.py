@@ -376,11 +376,11 @@ class Sampler:
 
     def noise(self, positions: Sequence[int] | Tensor) -> Tensor:
         """Gumbel noise ``[n, V]`` (float64) for tokens to be drawn at these positions;
-        zero at temperature 0.
+        zero if the draw is greedy.
 
         For positions in a tensor it is computed without a wait; for others it is kept, by blocks.
         """
-        if self.params.temperature == 0:
+        if self.params.greedy:
             return torch.zeros((), dtype=torch.float64, device=self._tokens.device)
         if isinstance(positions, Tensor):
             return gumbel(self.seed, positions, self._tokens)

@@ -297,7 +297,7 @@ static void rank_row(const Call *c, int64_t row) {
     c->unsure[row] = 0;
     const double high = warp(c, row, w);
     if (fabs(high) < INFINITY) {
-        const double least = c->temperature != 0 ? high + c->log_min_p : -INFINITY;
+        const double least = high + c->log_min_p;
         int64_t count = 0;
         for (int64_t start = 0; start < c->vocabulary; start += LANES) {
             const int64_t end = start + LANES < c->vocabulary ? start + LANES : c->vocabulary;
@@ -309,7 +309,7 @@ static void rank_row(const Call *c, int64_t row) {
                 count += w[t] >= least && w[t] > -INFINITY;
             }
         }
-        if (c->temperature != 0) count = filter(c, row, w, high, count);
+        count = filter(c, row, w, high, count);
         const int64_t position = noisy ? c->positions[row] + c->ahead : 0;
         const uint64_t stream = noisy ? mixed((uint64_t)(position + 1) * GOLDEN + c->seed) : 0;
         for (int64_t i = 0; i < count; i++) {

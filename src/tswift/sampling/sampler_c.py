@@ -98,6 +98,7 @@ class CSampler:
             "kept": torch.empty(threads * vocab_size, dtype=torch.int32),
             "mask": torch.empty(threads * vocab_size, dtype=torch.uint8),
         }
+        kept = params.unfiltered() if params.greedy else params
         self._fixed: dict[str, float] = {
             name: held.data_ptr() for name, held in self._held.items()
         } | {
@@ -108,14 +109,14 @@ class CSampler:
             "threads": threads,
             "vocabulary": vocab_size,
             "window": params.window,
-            "top_k": params.top_k,
+            "top_k": kept.top_k,
             "seed": stream,
             "temperature": params.temperature,
             "penalty": params.penalty,
             "repetition": params.repetition_penalty,
-            "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            "eta": params.eta,
-            "top_p": params.top_p,
+            "log_min_p": math.log(kept.min_p) if kept.min_p > 0 else -math.inf,
+            "eta": kept.eta,
+            "top_p": kept.top_p,
             "presence": params.presence_penalty,
             "frequency": params.frequency_penalty,
         }

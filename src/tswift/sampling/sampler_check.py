@@ -49,7 +49,7 @@ def triton_sampler_fault(
     params = replace(
         params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0
     )
-    kernels = params.temperature > 0, params.temperature == 1, params.penalises, params.filters
+    kernels = params.greedy, params.temperature == 1, params.penalises, params.filters
     key = (
         candidates,
         dtype,

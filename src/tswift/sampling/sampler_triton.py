@@ -209,7 +209,7 @@ class TritonSampler:
     ) -> None:
         self._params = params
         self._min_p = "min_p" in params.filters
-        self._noisy = params.temperature > 0
+        self._noisy = not params.greedy
         reals = [params.temperature, params.penalty, math.log(params.min_p) if self._min_p else 0.0]
         self._reals = torch.tensor(reals, dtype=torch.float64).to(device)
         self._integers = torch.tensor([seed_stream(seed), params.window], dtype=torch.int64).to(
@@ -281,7 +281,7 @@ class TritonSampler:
             "NODES": self.MAX_NODES,
             "BIASED": self._bias is not None,
             "BANNED": self._banned is not None,
-            "SCALED": self._params.temperature not in (0, 1),
+            "SCALED": self._noisy and self._params.temperature != 1,
             "PENALTY": penalty,
             "PARTS": triton.next_power_of_2(parts),
             "AHEAD": int(drawn),
