@@ -292,10 +292,10 @@ def test_a_sampler_uses_the_kernels_once_they_agree(monkeypatch):
     use_kernels(one, torch.float32, interpreted=True)
     assert one.fault is None
     assert sum(calls) == sum(check.TRIED)
-    rules = dict(one.fused)
+    rules = dict(one.kernels)
     use_kernels(one, torch.float32, interpreted=True)
     use_kernels(one.copy(), torch.float32, interpreted=True)
-    assert one.fused == rules  # what a captured graph reads stays where it is
+    assert one.kernels == rules  # what a captured graph reads stays where it is
     assert len(calls) == len(check.TRIED)  # once for all
     for each in (one, plain):
         each.extend([3, 4, 5])

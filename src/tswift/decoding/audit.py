@@ -294,7 +294,8 @@ class Rows(NamedTuple):
         """What the rule takes the argmax of, ``[n, V]`` float64,
         with changes ``[n, V]`` added to the logits.
         """
-        params = self.sampler.rest if filtered else self.sampler.rest.unfiltered()
+        params = self.sampler.after_lowering
+        params = params if filtered else params.unfiltered()
         # the logits have been lowered: what changes them before that may do so by more
         changes = changes * max(1.0, params.repetition_penalty)
         return warp(self.logits.double() + changes, self.seen, params) + self.noise

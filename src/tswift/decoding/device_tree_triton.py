@@ -131,7 +131,7 @@ def walk(
     if nodes > MOST_NODES:
         device_tree.walk(state, tree, drawn, control, sampler, path)
         return
-    newest = sampler.newest if sampler.matters else None
+    newest = sampler.newest if sampler.needs_positions else None
     with torch.cuda.device_of(drawn):
         walk_tree[1,](
             state.tokens, state.parents, state.position, state.length, state.last, tree.ancestors.view(torch.int8),

@@ -245,7 +245,7 @@ class HeadSource(Source):
         def run(ranking: ctypes.Structure, rank: int) -> None:
             heads.guess(model, lm_head, state, first, root, levels, ranking, rank, self.width)
 
-        newest = sampler.newest if sampler.matters else None
+        newest = sampler.newest if sampler.needs_positions else None
         counts = sampler.counts if sampler.counting else None
         noisy = places if self._shared_noise else None
         at = root, places[0] - 1

@@ -30,9 +30,9 @@ def use_kernels(
     sampler.fault = None
     for count in {0, min(candidates, vocab_size)}:
         read = dtype if count else sampler.lowered_dtype(dtype)
-        fault = triton_sampler_fault(sampler.rest, vocab_size, read, device, count)
-        if fault is None and (read, count) not in sampler.fused:
+        fault = triton_sampler_fault(sampler.after_lowering, vocab_size, read, device, count)
+        if fault is None and (read, count) not in sampler.kernels:
             # never replaced: what a captured graph reads has to stay where it is
-            made = TritonSampler(sampler.rest, sampler.seed, vocab_size, device)
-            sampler.fused[read, count] = made
+            made = TritonSampler(sampler.after_lowering, sampler.seed, vocab_size, device)
+            sampler.kernels[read, count] = made
         sampler.fault = sampler.fault or fault

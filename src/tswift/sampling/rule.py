@@ -105,7 +105,7 @@ class _Rule:
     def __init__(self, params: SamplingParams, seed: int, tokens: Tensor, prompt: int) -> None:
         self.params = params
         # what is left to be done to lowered logits
-        self.rest = replace(params, logit_bias=LogitBias()) if params.repeats else params
+        self.after_lowering = replace(params, logit_bias=LogitBias()) if params.repeats else params
         self._seed = seed
         self._tokens = tokens
         self._prompt = prompt
@@ -113,11 +113,11 @@ class _Rule:
         self.counts = params.counts
         self.repeats = params.repeats
         self.constants = constants(params, tokens.device)
-        self.left = constants(self.rest, tokens.device)
+        self.constants_after_lowering = constants(self.after_lowering, tokens.device)
         self.late = torch.tensor(params.late, dtype=torch.int64).to(tokens.device)
         self.first = prompt + params.min_tokens  # position where ends may be drawn
         # by candidates of a row, 0: draws
-        self.fused: dict[tuple[torch.dtype, int], Any] = {}  # TritonSamplers
+        self.kernels: dict[tuple[torch.dtype, int], Any] = {}  # TritonSamplers
 
     @functools.cached_property
     def program(self) -> CSampler | None:
@@ -196,9 +196,9 @@ class Sampler:
         self._rule = self._rules[params]
 
     @property
-    def rest(self) -> SamplingParams:
+    def after_lowering(self) -> SamplingParams:
         """The parameters with what :meth:`lowered` has done left out."""
-        return self._rule.rest
+        return self._rule.after_lowering
 
     @property
     def penalises(self) -> bool:
@@ -211,7 +211,7 @@ class Sampler:
         return self._rule.counts
 
     @property
-    def matters(self) -> bool:
+    def needs_positions(self) -> bool:
         """Whether it matters where tokens are in the text."""
         return self._rule.penalises or self._rule.repeats
 
@@ -223,17 +223,17 @@ class Sampler:
         return twin
 
     @property
-    def fused(self) -> dict[tuple[torch.dtype, int], Any]:
+    def kernels(self) -> dict[tuple[torch.dtype, int], Any]:
         """Kernels in use, by the dtype of logits and the number of candidates; 0 for the draw."""
-        return self._rule.fused
+        return self._rule.kernels
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.matters and tokens and self._on_host:
+        if self.needs_positions and tokens and self._on_host:
             newest = self.newest.numpy()
             for position, token in enumerate(tokens, start=self.length):
                 newest[token] = position
-        elif self.matters and tokens:
+        elif self.needs_positions and tokens:
             ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
             positions = torch.arange(
                 self.length, self.length + len(tokens), device=self.newest.device
@@ -256,7 +256,7 @@ class Sampler:
         Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be
         ``NO_TOKEN``.
         """
-        if self.matters:
+        if self.needs_positions:
             appended = torch.arange(len(tokens), device=tokens.device) < count
             self.newest.scatter_reduce_(
                 0, self._ids(tokens), positions.where(appended, FAR), "amax"
@@ -392,7 +392,12 @@ class Sampler:
         """What the filters and the penalty leave of logits ``[n, V]`` of any dtype:
         ``[n, V]`` float64.
         """
-        return warp(logits.to(torch.float64, copy=True), seen, self.rest, self._rule.left)
+        return warp(
+            logits.to(torch.float64, copy=True),
+            seen,
+            self.after_lowering,
+            self._rule.constants_after_lowering,
+        )
 
     def scores(
         self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
@@ -434,7 +439,7 @@ class Sampler:
             followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
             if followed is not None:
                 return followed
-        if not with_runner_up and (self.lowered_dtype(logits.dtype), 0) in self._rule.fused:
+        if not with_runner_up and (self.lowered_dtype(logits.dtype), 0) in self._rule.kernels:
             return self.draw_rows(logits, *nodes).tolist(), []
         logits = self.lowered(logits, *nodes)
         seen = self.seen(*nodes)
@@ -454,7 +459,7 @@ class Sampler:
         """As :meth:`CSampler.follow`, which there has to be."""
         program = self.program(logits.dtype)
         assert program is not None
-        newest = self.newest if self.matters else None
+        newest = self.newest if self.needs_positions else None
         counts = self.counts if self.counting else None
         return program.follow(logits, nodes, parents, newest, counts, verification, with_runner_up)
 
@@ -513,7 +518,7 @@ class Sampler:
         come next. ``[n]`` int64.
         """
         logits = self.lowered(logits, tokens, positions, ancestors)
-        fused = self._rule.fused.get((logits.dtype, 0))
+        fused = self._rule.kernels.get((logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MAX_NODES:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
         return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
@@ -544,7 +549,7 @@ class Sampler:
             positions is None or len(positions) == len(logits)
         )
         kernels = alike and not isinstance(positions, Sequence)
-        fused = self._rule.fused.get((logits.dtype, count)) if kernels else None
+        fused = self._rule.kernels.get((logits.dtype, count)) if kernels else None
         program = self.program(logits.dtype) if alike and count <= MOST else None
         if program is not None and fused is None:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
