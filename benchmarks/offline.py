@@ -414,7 +414,7 @@ def cache_of(type_: torch.dtype, kv_heads: int, size: int, *more: str) -> list[T
     """Keys and values of one layer."""
     codes = "int8" in more
     kept = torch.int8 if codes else type_
-    shape = KVShape(1, kv_heads, size, kept, torch.device("cpu"), apart=codes)
+    shape = KVShape(1, kv_heads, size, kept, torch.device("cpu"), steps_behind=codes)
     return FullKV(shape, 1024).parts[0][:2]
 
 

@@ -335,7 +335,7 @@ FAULTS = [
     Fault("a run is judged over another cache", "jobs/verification.py", KV_DTYPE,
           "return kept if there and kept != config.dtype else dtype", "return dtype"),
     Fault("the reference reads unrounded keys", "caches.py", KV_DTYPE,
-          "kind = self.rounded or self.dtype", "kind = self.dtype"),
+          "kind = self.rounds_to or self.dtype", "kind = self.dtype"),
     Fault("passes of the program are not exact by default", "forward/exact_passes.py", f"{KV_DTYPE}::test_a_run_from_before_there_was_a_choice_keeps_the_models_own",
           'or target.device.type == "cuda"\n            or target.runner.program is not None', 'or target.device.type == "cuda"'),
     # other processors
@@ -564,7 +564,7 @@ FAULTS = [
     Fault("a selection takes codes alone", "caches.py", f"{CODES}::test_a_selection_takes_codes_and_their_steps",
           "zip(self.parts[layer], full.parts[layer], strict=True)", "zip(self.parts[layer][:2], full.parts[layer][:2], strict=True)"),
     Fault("codes are kept by kernels untried", "forward/adapting.py", CODES,
-          "target.kv_shape.apart and _doubted(target)", "False"),
+          "target.kv_shape.steps_behind and _doubted(target)", "False"),
     Fault("a branch's state is not kept", "forward/cuda/recurrence_triton.py", "forward/test_recurrence_triton.py",
           "        if target >= 0:\n", "        if target > 0:\n"),
     Fault("a root's second child goes on from the first", "forward/cuda/recurrence_triton.py",

@@ -107,7 +107,7 @@ def test_what_is_missing_is_named_at_once(tmp_path, monkeypatch, capsys):
 
 
 def test_noise_in_a_cache_of_codes_has_the_size_of_other_noise():
-    kv = FullKV(KVShape(2, 3, 16, torch.int8, torch.device("cpu"), apart=True), 50)
+    kv = FullKV(KVShape(2, 3, 16, torch.int8, torch.device("cpu"), steps_behind=True), 50)
     noisy(kv)
     assert kv.numbers(1, 1, slice(None)).std().item() == pytest.approx(1, rel=0.05)
 

@@ -94,7 +94,7 @@ def test_slots_are_positions():
 
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 4
-SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, CPU, placed=True)
+SHAPE = KVShape(LAYERS, HEADS, DIM, torch.float64, CPU, keeps_positions=True)
 
 
 class Growing:

@@ -165,7 +165,7 @@ def test_products_of_codes_against_float64(form):
 def codes_of(keys: torch.Tensor, values: torch.Tensor) -> FullKV:
     """A cache of 8 bits that holds them, as PyTorch makes codes."""
     heads, slots, size = keys.shape
-    kv = FullKV(KVShape(1, heads, size, torch.int8, keys.device, apart=True), slots)
+    kv = FullKV(KVShape(1, heads, size, torch.int8, keys.device, steps_behind=True), slots)
     kv.write(0, keys, values)
     return kv
 
@@ -213,7 +213,7 @@ def test_triton_over_codes_gives_a_row_the_same_bits_in_every_pass(triton_attent
 def test_every_method_writes_the_text_of_plain_decoding_over_codes():
     model = tswift.load("demo", device=DEVICE, dtype="bfloat16", kv_dtype="int8")
     assert not core_missing(model)
-    assert (model.about()["kv_dtype"], model.target.kv_shape.apart) == ("int8", True)
+    assert (model.about()["kv_dtype"], model.target.kv_shape.steps_behind) == ("int8", True)
     plain = demo_text(model, "ar", TEXT // 2)
     assert plain != demo_text(bundled("bfloat16"), "ar", TEXT // 2)
     for name in ("tokenswift", "cascade", "recall", "magicdec", "auto"):

@@ -38,7 +38,7 @@ _CALLS = 16  # in a graph
 def filled(kind: torch.dtype, heads: int, slots: int, layers: int, device: torch.device) -> FullKV:
     """A cache of random keys and values, stored by the kernel."""
     codes = kind == torch.int8
-    kv = FullKV(KVShape(layers, heads, 128, kind, device, apart=codes), slots)
+    kv = FullKV(KVShape(layers, heads, 128, kind, device, steps_behind=codes), slots)
     nothing = torch.zeros((), dtype=torch.int32, device=device)
     for keys, values in zip(kv.keys, kv.values, strict=True):
         made = torch.randn(2, heads, slots, 128, device=device).bfloat16()

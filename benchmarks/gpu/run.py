@@ -200,7 +200,7 @@ def _words(model: LoadedModel) -> int:
 def noisy(kv: KVBuffer) -> None:
     """Fill a cache with noise."""
     for buffer in kv.buffers:
-        if not kv.shape.apart:
+        if not kv.shape.steps_behind:
             buffer.normal_()
         elif buffer.dtype == torch.int8:
             buffer.random_(-127, 128)

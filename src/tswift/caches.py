@@ -148,13 +148,13 @@ class KVShape:
         states: of the model's recurrent layers; None where all layers have keys and values.
         heads, head_dim: of all layers; of the first where they differ.
         by_layer: what each layer keeps, where they differ; empty where all keep the same.
-        placed: whether a cache whose slots are in no order has to keep positions.
-        rounded: what they are rounded to before they are kept; None for no more than ``dtype`` asks
-            for.
+        keeps_positions: whether a cache whose slots are in no order has to keep positions.
+        rounds_to: what they are rounded to before they are kept; None for no more than ``dtype``
+            asks for.
         steps: ``[2, layers, heads, head_dim]`` float32, what 1 stands for in keys and in values
             that are int16.
-        apart: of int8, whether the steps of a head's rows are behind all of its codes, which
-            kernels on a GPU read 16 at a time, and not each behind its row.
+        steps_behind: of int8, where the steps of a head's rows are: behind all of its codes, of
+            which kernels on a GPU read 16 at a time, or each behind the codes of its row.
     """
 
     layers: int
@@ -162,10 +162,10 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    placed: bool = False
-    rounded: torch.dtype | None = None
+    keeps_positions: bool = False
+    rounds_to: torch.dtype | None = None
     steps: Tensor | None = field(default=None, compare=False, repr=False)
-    apart: bool = False
+    steps_behind: bool = False
     states: StateShape | None = None
     by_layer: tuple[LayerKV, ...] = ()
 
@@ -221,7 +221,7 @@ class KVShape:
         """Keys (part 0) or values (1) ``[heads, n, head_dim]`` of a layer as they are kept:
         ``[heads, n, row]``.
         """
-        kind = self.rounded or self.dtype
+        kind = self.rounds_to or self.dtype
         if kind == torch.int8:
             kept = _narrowed_8(numbers)
             return kept if self.dtype == kind else _widened_8(kept)
@@ -248,7 +248,7 @@ class KVShape:
         that are apart.
         """
         if kept.dtype == torch.int8:
-            return kept > _MOST_8 if self.apart else _widened_8(kept).isnan()
+            return kept > _MOST_8 if self.steps_behind else _widened_8(kept).isnan()
         return kept == _BROKEN if kept.dtype == torch.int16 else ~kept.isfinite()
 
     def allocate(self, capacity: int) -> list[Tensor]:
@@ -257,13 +257,13 @@ class KVShape:
         behind both their steps, ``[..., 1]``.
         """
         made = []
-        slots = -(-capacity // _ALIGNED) * _ALIGNED if self.apart else capacity
+        slots = -(-capacity // _ALIGNED) * _ALIGNED if self.steps_behind else capacity
         for (heads, size), layers in self.layers_by_size.items():
             sizes = len(layers), heads, slots, self.row(size)
             pair = [torch.empty(sizes, dtype=self.dtype, device=self.device) for _ in range(2)]
             for each in pair:
                 ask_for_huge_pages(each)
-            if self.apart:
+            if self.steps_behind:
                 # strides as told, also of dimensions of 1, which a view may give any
                 strides = *pair[0].stride()[:2], size, 1
                 shape = *sizes[:2], capacity, size
@@ -335,7 +335,7 @@ class KVBuffer:
         self.length = 0
         self.buffers = shape.allocate(capacity)
         own: dict[int, list[Tensor]] = {}
-        count = 4 if shape.apart else 2
+        count = 4 if shape.steps_behind else 2
         for index, layers in enumerate(shape.layers_by_size.values()):
             alike = self.buffers[count * index :][:count]
             own |= {layer: [each[at] for each in alike] for at, layer in enumerate(layers)}
@@ -379,7 +379,9 @@ class KVBuffer:
         slots = slice(start, start + numbers.shape[1])
         own = [each[:, slots] for each in self.parts[layer][part::2]]
         rows = (
-            _counted_8(numbers) if self.shape.apart else [self.shape.narrowed(numbers, part, layer)]
+            _counted_8(numbers)
+            if self.shape.steps_behind
+            else [self.shape.narrowed(numbers, part, layer)]
         )
         for to, kept in zip(own, rows, strict=True):
             to.copy_(kept)
@@ -391,7 +393,7 @@ class KVBuffer:
         :attr:`KVShape.dtype`'s numbers in a ``dtype`` that may round them again.
         """
         kept = self.parts[layer][part][:, slots]
-        if self.shape.apart:
+        if self.shape.steps_behind:
             dtype = dtype or torch.float32
             return kept.to(dtype).mul_(self.parts[layer][part + 2][:, slots].to(dtype))
         wide = self.shape.widened(kept, part, layer)
@@ -697,7 +699,7 @@ class PartialKV(KVBuffer):
         self._free = list(range(budget))[::-1]  # slots for new tokens, the next one last
         # slots that new tokens take when none is free, the oldest first
         self._aging: deque[int] = deque()
-        slots = self.capacity if shape.placed else 0
+        slots = self.capacity if shape.keeps_positions else 0
         self._positions = [
             torch.zeros(kept.heads, slots, dtype=torch.int64, device=shape.device)
             for kept in shape.kept
@@ -759,7 +761,7 @@ class PartialKV(KVBuffer):
                     else other.index_select(2, sent[1])
                 )
                 to.index_copy_(2, sent[0], whole)
-        if self.shape.placed:
+        if self.shape.keeps_positions:
             places = torch.tensor(source).to(self.shape.device, non_blocking=True)
             for held in self._positions:
                 held[:, where] = places
@@ -820,7 +822,7 @@ class PartialKV(KVBuffer):
                 keys = full.numbers(0, layer, slice(sinks, text - recent), asking.dtype)
                 best = self.policy.score(keys, asking).topk(chosen).indices
                 places = torch.cat([places, best + sinks], dim=-1)
-            if shape.placed:
+            if shape.keeps_positions:
                 self._positions[layer][:, :held] = places
             for own, theirs in zip(self.parts[layer], full.parts[layer], strict=True):
                 order = places.unsqueeze(-1).expand(-1, -1, own.shape[-1])

@@ -376,7 +376,7 @@ class StaticAttention:
     STATIC = True
     MAX_NODES = 128
     EXACT = False
-    APART = False
+    STEPS_BEHIND = False
     PADDED = False
     append = staticmethod(Attention.append)
 
@@ -410,7 +410,7 @@ class StaticAttention:
 class CodesAttention(StaticAttention):
     """As :class:`StaticAttention`, over a cache of codes, as Triton's reads it."""
 
-    APART = True
+    STEPS_BEHIND = True
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Attend; shapes as for every attention."""

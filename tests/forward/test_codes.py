@@ -59,7 +59,7 @@ NAMES = [name for name, method in METHODS.items() if name != "ar" and not method
 
 def cache(heads: int, size: int, slots: int, layers: int = 1) -> FullKV:
     """One that holds nothing: what is not there must not be read."""
-    kv = FullKV(KVShape(layers, heads, size, torch.int8, CPU, apart=True), slots)
+    kv = FullKV(KVShape(layers, heads, size, torch.int8, CPU, steps_behind=True), slots)
     for buffer in kv.buffers:
         buffer.fill_(torch.nan if buffer.is_floating_point() else 99)
     return kv
@@ -86,7 +86,7 @@ def test_codes_and_steps_are_the_bytes_of_a_cache_by_rows(heads):
     made = new_rows(heads, 37, 24, torch.float32)
     kv = cache(heads, 24, 45)
     kv.write(0, *made)
-    rows = FullKV(replace(kv.shape, apart=False), 45)
+    rows = FullKV(replace(kv.shape, steps_behind=False), 45)
     rows.write(0, *made)
     assert [*map(torch.equal, numbers(kv, 37), numbers(rows, 37))] == [True, True]
     assert torch.equal(kv.keys[0][:, :37] ^ -128, rows.keys[0][:, :37, :24])
@@ -138,7 +138,7 @@ def test_steps_are_quotients_on_a_device_too():
 def served(attention: type[Attention] = CodesOnDevice) -> Target:
     target = Target(network("Llama, GQA", torch.bfloat16), attention)
     target.set_kv_dtype(torch.int8)
-    assert target.kv_shape.apart is attention.APART
+    assert target.kv_shape.steps_behind is attention.STEPS_BEHIND
     assert choose_fixed_rows(target, "sdpa", True) is None
     fingerprint(target)
     return target
@@ -366,7 +366,7 @@ def test_a_models_passes_are_exact_and_its_text_plain_decodings(small, monkeypat
     """All by kernels, tried as on a device."""
     monkeypatch.setattr(adapting, "_DOUBTED", ("cpu",))
     target = wrap_model(small_network("Qwen2.5", torch.bfloat16, 1), "small", "triton", torch.int8)
-    assert target.kv_shape.apart
+    assert target.kv_shape.steps_behind
     assert target.fallbacks == {}
     target.set_fixed_rows(6, True)
     fingerprint(target)

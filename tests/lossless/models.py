@@ -70,7 +70,7 @@ class ExactOnDevice(BatchInvariantAttention):
 class CodesOnDevice(ExactOnDevice):
     """As :class:`ExactOnDevice`, over a cache of codes as the one by Triton reads it."""
 
-    APART = True
+    STEPS_BEHIND = True
 
     def __call__(self, query, keys, values, scale, **wants):
         if keys.dtype == torch.int8:

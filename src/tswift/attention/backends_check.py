@@ -40,7 +40,7 @@ def fails(
     What it computes of random rows, over odd numbers of keys, is compared with plain products in
     float64. ``heads`` are KV heads and query heads per KV head; ``spec`` the layers' specs, more
     than nothing only if the backend takes them. With ``codes`` keys and values are int8, which a
-    backend reads that keeps their steps ``APART``.
+    backend reads that has ``STEPS_BEHIND``.
     """
     try:
         backend = BACKENDS[name]()
@@ -82,7 +82,7 @@ def _max_relative_error(
     errors = []
     # of floats only its length counts
     kept = torch.int8 if codes else layout.dtype
-    shape = KVShape(1, layout.kv_heads, width, kept, device, apart=codes)
+    shape = KVShape(1, layout.kv_heads, width, kept, device, steps_behind=codes)
     cache = FullKV(shape, slots if codes else 0)
     given = both
     if codes:

@@ -78,7 +78,7 @@ class Attention(Protocol):
         EXACT: whether a node's row has the same bits whatever other nodes are in the pass, wherever
             it stands among them, and whether its ancestors are drafted or committed; in passes of
             up to :data:`MAX_WIDTH` nodes over a cache whose slots are positions.
-        APART: whether int8 keys and values are ``[kv heads, n, d]``, with their steps as
+        STEPS_BEHIND: whether int8 keys and values are ``[kv heads, n, d]``, with their steps as
             :func:`~tswift.caches.steps_of` gives them.
         PADDED: whether a query may have more rows than there are nodes. The result has as many, and
             what is in those that stand for no node may be anything.
@@ -88,7 +88,7 @@ class Attention(Protocol):
     SPECS: ClassVar[bool] = False
     MAX_NODES: ClassVar[int | None] = None
     EXACT: ClassVar[bool] = False
-    APART: ClassVar[bool] = False
+    STEPS_BEHIND: ClassVar[bool] = False
     PADDED: ClassVar[bool] = False
 
     def __init__(

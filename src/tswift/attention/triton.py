@@ -417,7 +417,7 @@ class TritonAttention(Attention):
     STATIC: ClassVar[bool] = True
     SPECS: ClassVar[bool] = True
     EXACT: ClassVar[bool] = True
-    APART: ClassVar[bool] = True
+    STEPS_BEHIND: ClassVar[bool] = True
     PADDED: ClassVar[bool] = True
 
     def __init__(

@@ -247,7 +247,7 @@ def _narrow_cache(
         reason = None
     except Unfit as error:
         reason = f"cannot have a cache in {dtype_name(kv_dtype)}: {error}"
-    if reason is None and target.kv_shape.apart and _doubted(target):
+    if reason is None and target.kv_shape.steps_behind and _doubted(target):
         reason = _codes_fault(target)
     if reason is None and not apart() <= min(_CACHED * target.kv_shape.eps, _MISREAD):
         reason = f"does not bear a cache in {dtype_name(target.kv_shape.dtype)}"

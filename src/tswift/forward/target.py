@@ -128,7 +128,7 @@ class Target:
         twin.fixed_rows = None
         # it reads what the others read, and converts nothing on the way
         shape = self.kv_shape
-        twin.kv_shape = replace(shape, dtype=self.dtype, rounded=shape.dtype, apart=False)
+        twin.kv_shape = replace(shape, dtype=self.dtype, rounds_to=shape.dtype, steps_behind=False)
         twin.backend = ReferenceAttention
         twin.attention = ReferenceAttention.__name__
         twin.most_nodes = ReferenceAttention.MAX_NODES
@@ -176,9 +176,9 @@ class Target:
             Unfit: a model whose keys and values have no known bounds, which int16 needs.
         """
         steps = integer_steps(self.model) if kv_dtype == torch.int16 else None
-        apart = kv_dtype == torch.int8 and self.backend.APART
+        behind = kv_dtype == torch.int8 and self.backend.STEPS_BEHIND
         before = self.kv_shape
-        self.kv_shape = replace(before, dtype=kv_dtype, steps=steps, apart=apart)
+        self.kv_shape = replace(before, dtype=kv_dtype, steps=steps, steps_behind=behind)
         try:
             self.runner = self.runner.rebuilt()
         except Unfit:
@@ -369,7 +369,7 @@ class Target:
             special = PerLayerAttention(known, self.layer_specs)
         states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
         write = kv.write
-        if kv.shape.apart:
+        if kv.shape.steps_behind:
             length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
             store = partial(self._store, kv, length)
             ours = isinstance(special, PerLayerAttention) and known is attend

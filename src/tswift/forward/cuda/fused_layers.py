@@ -192,7 +192,11 @@ def _attended(
     kept = (module.q_proj.out_features // size, module.k_proj.out_features // size)
     kv, length = None, nothing_held(rows.device)
     shape = None if run.slots is None else run.slots[0].shape
-    if run.slots is not None and shape is not None and (shape.apart or shape.dtype == rows.dtype):
+    if (
+        run.slots is not None
+        and shape is not None
+        and (shape.steps_behind or shape.dtype == rows.dtype)
+    ):
         kv, length = run.slots
         keys, values = kv.keys[index], kv.values[index]
     else:

@@ -277,7 +277,7 @@ def _try_heads(
     angles = (random(rows, head), random(rows, head))
     weights, eps = head_norms(attention)
     kept = torch.int8 if codes else normed.dtype
-    shape = KVShape(1, sizes[1] // head, head, kept, normed.device, apart=codes)
+    shape = KVShape(1, sizes[1] // head, head, kept, normed.device, steps_behind=codes)
 
     def empty() -> FullKV:
         kv = FullKV(shape, rows + 3)
