@@ -30,16 +30,12 @@ from tswift.models.shapes import random_weights
 
 def read_network(plan: ModelPlan) -> PreTrainedModel:
     """The network of a plan with its weights, on its device."""
-    options = dict[str, object]()
-    if own_quantization(plan.config) and not plan.simulated and plan.device.type == "cuda":
-        # quantised on the way: the whole weights need not fit
-        options["device_map"] = plan.device
     kernels = plan.coded and coded.by_kernels(plan.device)
     try:
         if kernels:  # what fails on any machine is told before a long load
             some = quantize(torch.eye(UNIT, device=plan.device), 4)
             try_product(coded.CodedLinear(some), plan.dtype)
-        network = _random_network(plan) if plan.simulated else _stored_network(plan, options)
+        network = _random_network(plan) if plan.simulated else _stored_network(plan)
         if kernels:
             try_codes(network.to(plan.device))
     except Wrong as error:
@@ -47,7 +43,13 @@ def read_network(plan: ModelPlan) -> PreTrainedModel:
         raise InputError(f"{plan.name}: {error}", option) from None
     if plan.coded and not (kernels or multiplies_integers(network)):
         hold_floats(network)
-    return network if options else network.to(plan.device)
+    return network if _placed(plan) else network.to(plan.device)
+
+
+def _placed(plan: ModelPlan) -> bool:
+    """Whether transformers quantises weights on the way to the device: all of them need not fit."""
+    quantised = own_quantization(plan.config) is not None and not plan.simulated
+    return quantised and plan.device.type == "cuda"
 
 
 def _random_network(plan: ModelPlan) -> PreTrainedModel:
@@ -61,8 +63,8 @@ def _random_network(plan: ModelPlan) -> PreTrainedModel:
     return network
 
 
-def _stored_network(plan: ModelPlan, options: dict[str, object]) -> PreTrainedModel:
-    """The model of a checkpoint; ``options`` are more of transformers' own."""
+def _stored_network(plan: ModelPlan) -> PreTrainedModel:
+    """The model of a checkpoint."""
     checkpoint = plan.checkpoint
     if checkpoint.gguf is not None:
         network = load_gguf(checkpoint, plan.held or plan.dtype, plan.device)
@@ -70,7 +72,7 @@ def _stored_network(plan: ModelPlan, options: dict[str, object]) -> PreTrainedMo
     elif plan.asked.weights is not None or plan.packed:
         network = _packed_network(plan)
     else:
-        network = _from_safetensors(plan, options)
+        network = _from_safetensors(plan)
     if network.dtype == torch.float64 and is_moe(plan.config):
         network.set_experts_implementation("eager")  # the others multiply no float64
     return network
@@ -84,7 +86,7 @@ def _packed_network(plan: ModelPlan) -> PreTrainedModel:
         stored = stored_tensors(Path(snapshot_download(checkpoint.source, allow_patterns=wanted)))
     else:
         stored = checkpoint.tensors
-    by_transformers = partial(_from_safetensors, plan, {})
+    by_transformers = partial(_from_safetensors, plan)
     if kind is not None:
         network = load_rounded(checkpoint, stored, kind, by_transformers, plan.dtype, plan.device)
     elif missing_names(checkpoint, stored):  # transformers knows other names for some
@@ -97,8 +99,8 @@ def _packed_network(plan: ModelPlan) -> PreTrainedModel:
     return network
 
 
-def _from_safetensors(plan: ModelPlan, options: dict[str, object]) -> PreTrainedModel:
-    """The model that transformers reads; ``options`` are more of its own."""
+def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
+    """The model that transformers reads."""
     config = plan.config
     model = plan.name
     network, info = class_of(config).from_pretrained(
@@ -110,7 +112,7 @@ def _from_safetensors(plan: ModelPlan, options: dict[str, object]) -> PreTrained
         else plan.held or plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
-        **options,
+        device_map=plan.device if _placed(plan) else None,
     )
     if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
         raise InputError(
