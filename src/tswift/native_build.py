@@ -93,14 +93,7 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
 
 
 def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL:
-    own = _VECTORS.get(architecture())
-    found = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
-    if own is None or ("-mavx2" in own and not found.startswith(("AVX2", "AVX512"))):
-        raise Unbuilt("needs an x86 processor with AVX2 or a 64-bit ARM processor")
-    compiler = _compiler()
-    if "ziglang" in compiler:
-        options = tuple(_ZIGS.get(option, option) for option in options)
-    command = [*compiler, *_FLAGS, *own, *options, *(f"-D{macro}" for macro in defined)]
+    command = compiler_command(*defined, options=options)
     key = hashlib.sha256("\0".join([_text(source), *command]).encode()).hexdigest()[:20]
     cache = cache_folder()
     file = cache / f"{source.stem}-{key}.so" if cache else None
@@ -112,7 +105,7 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
             compiled, made = (Path(folder) / name for name in ("made.o", "made.so"))
             tell(f"compiling {source.name}")
             _compile([*command, "-c", str(source), "-o", str(compiled)])
-            _compile([*compiler, *_LINKED, str(compiled), "-o", str(made)])
+            _compile([*_compiler(), *_LINKED, str(compiled), "-o", str(made)])
             library = ctypes.CDLL(str(made))
             if file:
                 _keep(made, file)
@@ -121,6 +114,22 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
             f"fails: what the C compiler made does not load ({_first_line(str(error))})"
         ) from error
     return library
+
+
+def compiler_command(*defined: str, options: tuple[str, ...] = ()) -> list[str]:
+    """All that the compiler is told but which file it reads, and what it makes of it.
+
+    Raises:
+        Unbuilt: there is no compiler, or none of ours serves this processor.
+    """
+    own = _VECTORS.get(architecture())
+    found = torch.backends.cpu.get_cpu_capability()  # PyTorch looks for AVX2, too
+    if own is None or ("-mavx2" in own and not found.startswith(("AVX2", "AVX512"))):
+        raise Unbuilt("needs an x86 processor with AVX2 or a 64-bit ARM processor")
+    compiler = _compiler()
+    if "ziglang" in compiler:
+        options = tuple(_ZIGS.get(option, option) for option in options)
+    return [*compiler, *_FLAGS, *own, *options, *(f"-D{macro}" for macro in defined)]
 
 
 def structures(*sources: Path) -> Any:

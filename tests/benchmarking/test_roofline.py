@@ -40,7 +40,7 @@ from tswift.cli import main
 from tswift.models.architecture import skeleton
 from tswift.models.checkpoint import shape_config
 from tswift.models.shapes import Shape, shape_of
-from tswift.native_build import _FLAGS, _compiler, build, widest_vectors
+from tswift.native_build import build, compiler_command, widest_vectors
 
 SMALL = Shape(120, 100, hidden_size=4, layers=2, query_heads=2, kv_heads=1, head_dim=2, itemsize=2)
 _CHAINS = 12  # of rates.c
@@ -143,8 +143,8 @@ def test_rates_are_those_of_what_a_pass_reads_and_multiplies(
 @needs_program
 def test_multiply_adds_are_counted_and_stay_in_registers(monkeypatch):
     """So that nothing but them takes the time: what a core can do is no less than it is said to."""
-    options = [option for option in (*_FLAGS, *widest_vectors()) if option != "-shared"]
-    command = [*_compiler(), *options, "-S", "-o", "-", str(module._RATES)]
+    compiler = compiler_command(options=widest_vectors())
+    command = [*compiler, "-S", "-o", "-", str(module._RATES)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     lines = [line.strip().partition("\t") for line in said.splitlines()]
     for names in (("vfmadd",), ("vpdpwssd", "vpmaddwd"), ("vpdpbusd", "vpmaddubsw")):
