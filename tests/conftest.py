@@ -68,6 +68,7 @@ def pytest_collection_finish():
         _sum_products_in_one_order()
         _refuse_masks_of_numbers()
         _patch_once_a_launch()
+        _make_types_once()
 
 
 def _sum_products_in_one_order():
@@ -121,6 +122,47 @@ def _patch_once_a_launch():
     interpreter._patch_lang = lambda fn: right(of_all)
     interpreter.InterpretedFunction.__call__ = lambda self, *given, **named: self.rewrite()(
         *given, **named
+    )
+
+
+def _make_types_once():
+    """Let Triton's interpreter make each type once, and compute nothing for assertions about
+    overflows, which it does not make: half of its time goes into both.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    blocks: dict[tuple[int, ...], core.block_type] = {}
+    numpys: dict[str, np.dtype] = {}
+    make, of_numpy = core.block_type.__init__, interpreter._get_np_dtype
+    scalar = core.constexpr(1), core.tuple([])
+
+    def block(self, element: core.dtype, shape):
+        key = id(element), *map(core._unwrap_if_constexpr, shape)
+        if key not in blocks:
+            make(self, element, shape)
+            self.of_tensor = (
+                core.constexpr(self.numel),
+                core.tuple([core.constexpr(size) for size in self.shape]),
+            )
+            blocks[key] = self
+        self.__dict__.update(blocks[key].__dict__)
+
+    def tensor(self, handle, kind: core.dtype):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = kind.of_tensor if kind.is_block() else scalar
+
+    def numpys_of(kind: core.dtype) -> np.dtype:
+        name = kind.scalar.name
+        if name not in numpys:
+            numpys[name] = of_numpy(kind)
+        return numpys[name]
+
+    core.block_type.__init__ = block
+    core.tensor.__init__ = tensor
+    interpreter._get_np_dtype = numpys_of
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
     )
 
 
