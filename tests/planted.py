@@ -59,7 +59,7 @@ WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
 GGUF = "models/test_gguf.py"
 TOKENIZER = "models/test_gguf_tokenizer.py"
-REMEMBERED = "test_remembered.py"
+REMEMBERED, CHECKING = "test_remembered.py", "test_checking.py"
 RECURRENT = "forward/test_recurrent.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
@@ -319,12 +319,12 @@ FAULTS = [
           "about = weights, config_hash", "about = config_hash"),
     Fault("checks by other sources are recalled", "remembered.py", REMEMBERED,
           "_processor(), _sources()", "_processor()"),
-    Fault("kernels that failed pass the next time", "remembered.py", REMEMBERED,
-          "    if fault is None:\n        checks.keep", "    if True:\n        checks.keep"),
-    Fault("kernels by another driver are recalled", "remembered.py", REMEMBERED,
-          "torch.version.cuda, driver_version(), _triton()", "torch.version.cuda, _triton()"),
-    Fault("kernels of other sizes are recalled", "remembered.py", REMEMBERED,
-          "what = repr((name, *map(str, asked)))", "what = name"),
+    Fault("kernels that failed pass the next time", "checking.py", CHECKING,
+          "if KERNELS[what] == _PASSED:", "if True:"),
+    Fault("kernels by another driver are recalled", "checking.py", CHECKING,
+          "torch.version.cuda, driver_version(), compilers", "torch.version.cuda, compilers"),
+    Fault("kernels of other sizes are recalled", "checking.py", CHECKING,
+          "what = (name, *map(str, (device, *asked)))", "what = (name, str(device))"),
     Fault("logits that failed are recalled as right", "forward/adapting.py", REMEMBERED,
           "    if target.runner.program is not None and not target.fallbacks:", "    if True:"),
     # the KV cache's dtype
@@ -467,7 +467,7 @@ FAULTS = [
           "        if self._stepper is not None and self._stepper.runs_ahead:", "        if False:"),
     Fault("a plain step is launched beyond the text's length", "decoding/device_step.py", DEVICE,
           "elif self.runs_ahead and proposed.more:", "elif self.runs_ahead:"),
-    Fault("the walking kernel follows nodes that are not there", "decoding/device_tree_triton.py", WALK,
+    Fault("the walking kernel follows nodes that are not there", "decoding/device_tree_triton.py", WALK + "::test_kernels_that_lie_are_not_used",
           "((token == after) & (token >= 0))", "(token == after)"),
     Fault("the kernel of ancestors stops below the root", "decoding/device_tree_triton.py", WALK,
           "for _ in range(depth):", "for _ in range(depth - 1):"),
@@ -475,8 +475,16 @@ FAULTS = [
           "tl.store(tokens, new, mask=count > 0)", "tl.store(tokens, new, mask=count > 99)"),
     Fault("a walk's mask is one that triton 3.9 refuses", "decoding/device_tree_triton.py", WALK,
           "on_path & (depth > tl.where(count > 0, 0, STEPS))", "on_path & (depth > 0) & (count > 0)"),
+    Fault("a check passes what is no number", "checking.py", CHECKING,
+          "not ((apart <= allowed[0]) | (one == other)).all()", "(apart > allowed[0]).any()"),
+    Fault("a check passes a row for many", "checking.py", CHECKING,
+          "allowed and one.shape == other.shape", "allowed"),
+    Fault("a check looks at the first of several alone", "checking.py", CHECKING,
+          "in zip(ours, plain, strict=True):", "in [*zip(ours, plain, strict=True)][:1]:"),
+    Fault("what steps leave is compared with itself", "decoding/device_step_check.py", DEVICE,
+          "torch.zeros_like(apart), shape.rounding", "apart, shape.rounding"),
     Fault("walking kernels are used untried", "decoding/device_tree_check.py", "decoding/test_device_tree.py::test_kernels_that_lie_are_not_used",
-          "if any(differ(nodes, depth, random, device) for _ in range(_REPEATS)):", "if False:"),
+          'kernel_fault("trees", tried, device)', 'kernel_fault("trees", [], device)'),
     # the sampling rule
     Fault("noise is a tenth too small", "sampling/rule.py", RULE,
           "return -torch.log(", "return -0.9 * torch.log("),
@@ -605,7 +613,7 @@ FAULTS = [
     Fault("angles that are known are of one position less", "forward/cuda/fused_layers.py", "forward/test_fused_layers.py",
           "places = torch.arange(positions, device", "places = torch.arange(1, positions + 1, device"),
     Fault("texts have wide passes untried", "forward/exact_passes.py", "forward/test_fused_layers.py::test_a_text_stays_in_narrow_passes_where_wide_ones_have_other_bits",
-          "all(torch.equal(one, other) for one, other in zip(*found, strict=True))", "True"),
+          "found[0], found[1]", "found[0], found[0]"),
     Fault("a minimum is left out", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "total = tl.fma(inputs_sum, minimum, total)", "total = tl.fma(inputs_sum, 0 * minimum, total)"),
     Fault("a code that stands for 0 leaves no room for large ones", "models/codes.py", CODES_ON_DEVICE,
@@ -629,7 +637,7 @@ FAULTS = [
     Fault("halves of all heads are counted as one's", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "else tile // together", "else tile // together * 0"),
     Fault("layers are tried as if a program multiplied for a whole head", "forward/cuda/layers_check.py", CODES_ON_DEVICE,
-          "width = kernels.head_width(attention.head_dim)", "width = attention.head_dim"),
+          "width = head_width(head) if", "width = head if"),
     Fault("a device takes a sign of 8 bits for another code's", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
           "lop3.b32 $3, high, 0x00800080", "lop3.b32 $3, $4, 0x00800080"),
     Fault("a device shifts codes of 4 bits too little", "forward/cuda/code_kernels.py", CODES_ON_DEVICE,
@@ -639,7 +647,7 @@ FAULTS = [
     Fault("rows of odd sizes are multiplied by kernels of codes", "loading/plan.py", CODES_ON_DEVICE,
           "if each.in_features % UNIT)", "if False)"),
     Fault("products of codes are not tried", "loading/network.py", CODES_ON_DEVICE,
-          "            try_codes(network.to(plan.device))\n", "            network.to(plan.device)\n"),
+          "    if kernels:\n        _try_codes(network, plan)\n", "    if kernels:\n        network.to(plan.device)\n"),
     Fault("kernels of codes are tried with one layer alone", "forward/cuda/fused_layers.py", "forward/test_codes_on_device.py::test_a_layer_of_each_form_is_tried",
           "for layer in layers_by_form(network):", "for layer in layers_by_form(network)[:1]:"),
     Fault("the largest matrix comes to a device that is full", "loading/packing.py", "forward/test_codes_on_device.py::test_one_matrix_at_a_time_is_packed_the_largest_first",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,41 +104,3 @@ def test_what_failed_is_tried_again(model, kept, monkeypatch):
         )
         assert stages(model)[1] is None
     assert stages(model)[1] is not None
-
-
-def test_kernels_are_checked_once_for_a_card(monkeypatch):
-    card, driver = ["H100"], ["550.54"]
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(name=card[0], major=9, minor=0, multi_processor_count=132),
-    )
-    monkeypatch.setattr(remembered, "driver_version", lambda: driver[0])
-    tried = list[str | None]()
-
-    def asked(fault=None, *sizes, device="cuda"):
-        """Whether a check is made, with what it finds."""
-        tried.clear()
-        found = remembered.kernel_fault(
-            "trees", lambda: tried.append(fault) or fault, torch.device(device), *sizes
-        )
-        assert found == (fault if tried else None)
-        return bool(tried)
-
-    assert asked("wrong")
-    assert remembered.KERNELS["trees"] == "wrong"
-    assert asked()  # what failed is tried again
-    assert remembered.KERNELS["trees"] == "passed"
-    assert not asked()
-    assert asked(None, 8)
-    assert not asked(None, 8)
-    driver[0] = "560.35"
-    assert asked()
-    card[0] = "H200"
-    assert asked()
-    assert not asked()
-    monkeypatch.setattr(remembered, "_sources", lambda: "others")
-    assert asked()
-    remembered.forget()
-    assert asked()
-    assert [asked(device="cpu"), asked(device="cpu")] == [True, True]

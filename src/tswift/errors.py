@@ -89,16 +89,6 @@ def cause_of(error: BaseException) -> str:
     return f"{line} ({Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})"
 
 
-def fault_of(check: Callable[[], str | None]) -> str | None:
-    """What a check finds wrong; why it failed, where it did: compilers, drivers and libraries have
-    many ways to.
-    """
-    try:
-        return check()
-    except Exception as error:
-        return cause_of(error)
-
-
 @contextmanager
 def renaming(**fields: str) -> Iterator[None]:
     """Have errors be about the parameters that the caller has in the place

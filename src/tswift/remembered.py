@@ -12,27 +12,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import transformers
 
 import tswift
-from tswift.errors import fault_of
 from tswift.files import cache_folder, put
-from tswift.machine import driver_version, processor
+from tswift.machine import processor
 
 _FOLDER = "checks"  # in the cache folder
 # which libraries read
 _SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TRITON_")
-PASSED = "passed"
-# what this process knows of each kind of kernels: passed, before or by it, or what is wrong
-KERNELS: dict[str, str] = {}
 
 
 class Checks:
@@ -73,49 +67,11 @@ class Checks:
 NO_CHECKS = Checks()
 
 
-def kernel_fault(
-    name: str, check: Callable[[], str | None], device: torch.device, *asked: object
-) -> str | None:
-    """Why kernels are not to be used on a device; None if they passed their check, now or in an
-    earlier process with such a card.
-
-    Args:
-        name: of the kernels.
-        check: what it finds wrong of them, in a line; it may raise.
-        asked: the sizes and dtypes that they are checked with.
-    """
-    checks = Checks(*_card(device))
-    what = repr((name, *map(str, asked)))
-    if checks.found(what) == PASSED:
-        KERNELS.setdefault(name, "passed before")
-        return None
-    fault = fault_of(check)
-    if fault is None:
-        checks.keep(what, PASSED)
-    KERNELS[name] = fault or PASSED
-    return fault
-
-
 def forget() -> None:
     """Have all checks made again."""
     folder = cache_folder()
     if folder is not None:
         shutil.rmtree(folder / _FOLDER, ignore_errors=True)
-
-
-def _card(device: torch.device) -> tuple[object, ...]:
-    """A card, its driver, and what compiles for it; nothing of another device."""
-    if device.type != "cuda":
-        return ()
-    about = torch.cuda.get_device_properties(device)
-    kind = about.name, about.major, about.minor, about.multi_processor_count
-    return (*kind, torch.version.cuda, driver_version(), _triton())
-
-
-def _triton() -> str | None:
-    with suppress(PackageNotFoundError):
-        return version("triton")
-    return None
 
 
 def _machine() -> str:

@@ -16,6 +16,8 @@ from tests.forward.test_fused_layers import Operators
 from tests.forward.test_passes import static_target
 from tests.fuzzing import few
 from tests.helpers import CPU, decode_steps, needs_triton, random_prompt, tokens_of
+from tswift import checking
+from tswift.checking import difference
 from tswift.decoding import device_step, device_tree
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.loop import Decoding
@@ -29,7 +31,7 @@ pytestmark = needs_triton
 
 
 def test_larger_trees_are_left_to_pytorch():
-    assert not check.differ(kernels.MOST_NODES + 3, 5, Random(0), CPU)
+    assert difference([check.walked(kernels.MOST_NODES + 3, 5, Random(0), CPU)]) is None
 
 
 def test_random_trees_have_accepted_paths():
@@ -67,18 +69,21 @@ def test_kernels_that_lie_are_not_used(monkeypatch):
         path.slots[-1] += len(drawn) == 32
 
     monkeypatch.setattr(check, "_REPEATS", 1)  # the interpreter is slow
-    monkeypatch.setattr(check, "walk", wrong)
-    check.fault.cache_clear()
-    assert check.fault(CPU) == "kernels walk trees of 32 nodes otherwise than PyTorch"
-    monkeypatch.setattr(check, "walk", right)
-    check.fault.cache_clear()
+    monkeypatch.setattr(kernels, "walk", wrong)
+    monkeypatch.setattr(checking, "KERNELS", {})
+    said = "walks of 32-node trees differ from plain ones by up to 1"
+    assert check.fault(CPU) == said
+    monkeypatch.setattr(kernels, "walk", right)
+    assert check.fault(CPU) == said  # it is not tried again
+    checking.KERNELS.clear()
     assert check.fault(CPU) is None
 
 
 @few
 @given(st.integers(1, 128), st.integers(1, 31), st.randoms(use_true_random=False))
 def test_kernels_do_what_operators_do(nodes, depth, random):
-    assert not check.differ(nodes, depth if nodes > 1 else 0, random, CPU)
+    compared = check.walked(nodes, depth if nodes > 1 else 0, random, CPU)
+    assert difference([compared]) is None
 
 
 @pytest.mark.parametrize(("method", "most"), [("ar", 5), ("tokenswift", 16)])

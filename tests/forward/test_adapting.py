@@ -140,7 +140,7 @@ def test_windows_and_soft_caps_that_a_backend_fails_at_are_plain_products(monkey
     assert target.replays == target.serves(FullKV(target.kv_shape, 1)) == (not lies)
     model = LoadedModel("tiny", None, target, None, ())
     words = (
-        r"eager, as triton attention failed its numerical check \(relative error 0\.05\d?\) "
+        r"eager, as triton attention fails here \(outputs of .* by up to [\d.]+\) "
         "with sliding windows of 24 tokens and soft-capped scores"
     )
     assert re.fullmatch(
@@ -171,10 +171,8 @@ def test_attention_that_lies_in_one_element_is_not_used(monkeypatch):
     monkeypatch.setattr(NativeAttention, "__call__", lying)
     model = tswift.load(device="cpu")
     assert model.about()["attention"] == "sdpa"
-    assert (
-        "as native attention failed its numerical check (relative error " in model.about()["layers"]
-    )
-    refuse("demo", "native attention failed its numerical check", "attention", attention="native")
+    assert "as native attention fails here (outputs of " in model.about()["layers"]
+    refuse("demo", "native attention fails here", "attention", attention="native")
     texts = [
         tokens_of(list(tswift.generate(each, "The ship", 40, seed=1))) for each in (model, trusted)
     ]
@@ -235,14 +233,12 @@ def told(target: Target) -> list[str]:
 
 @needs_triton
 def test_kernels_that_fail_are_told_once_and_those_that_nobody_wrote_are_not(monkeypatch):
-    def broken(*given):
-        raise RuntimeError("no kernel image is available\nand more")
-
-    monkeypatch.setattr(adapting, "try_kernels", broken)
+    fault = "no kernel image is available"
+    monkeypatch.setattr(adapting, "layer_fault", lambda *given: fault)
     monkeypatch.setattr(adapting, "_TRIED", 4)  # the interpreter is slow
     monkeypatch.setattr("tswift.forward.cuda.layer_kernels.STEP", 8)  # a row of 32 is a multiple
     target = wrap_model(tiny_llama("gqa", torch.bfloat16, layers=1), "tiny", "triton")
-    line = "layers by stock operators (several times as long), as no kernel image is available"
+    line = f"layers by stock operators (several times as long), as {fault}"
     assert told(target) == [f"decoding is slower than it could be: {line}"]
     assert told(target) == []
     target.fallbacks.note("sampler", "1 of 4 rows had other tokens")
@@ -267,7 +263,7 @@ def test_what_is_as_fast_as_it_can_be_is_not_warned_of(recwarn, tmp_path, name):
 @pytest.mark.parametrize("why", ["fails", "why_not"])
 def test_an_attention_that_fails_on_cuda_is_told_with_what_that_costs(monkeypatch, why):
     cuda = torch.device("cuda")
-    reason = "triton attention failed its numerical check"
+    reason = "triton attention fails here"
     monkeypatch.setattr(adapting, "fails", lambda *given: reason if why == "fails" else None)
     monkeypatch.setattr(adapting, "choose", lambda *given: "triton" if why == "fails" else "sdpa")
     monkeypatch.setattr(adapting, "why_not", lambda *given: reason)

@@ -27,6 +27,8 @@ from tests.helpers import (
     tiny_llama,
     tokens_of,
 )
+from tswift import checking
+from tswift.checking import difference
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.target import Target
@@ -42,7 +44,7 @@ pytestmark = needs_triton
 @pytest.fixture
 def tried_anew(monkeypatch):
     """Nothing is known of the kernels."""
-    monkeypatch.setattr(check, "_CHECKED", {})
+    monkeypatch.setattr(checking, "KERNELS", {})
 
 
 def random_params(random: Random, vocab_size: int) -> SamplingParams:
@@ -73,11 +75,8 @@ def test_the_kernels_draw_what_the_rule_draws(dtype):
     for nodes in (1, 2, 41, 65, 127, 128, 128, 128):
         vocab = random.randint(257, 1030)  # one part of the vocabulary, or a little more
         params = random_params(random, vocab)
-        assert check.mismatches(params, vocab, nodes, dtype, CPU, random) == 0, (
-            params,
-            vocab,
-            nodes,
-        )
+        compared = check.drawn(*check.both(params, vocab, nodes, dtype, CPU, random))
+        assert difference([compared]) is None, (params, vocab, nodes)
 
 
 @pytest.mark.usefixtures("tried_anew")
@@ -109,15 +108,16 @@ def test_the_tiles_of_a_gpu(monkeypatch, nodes, vocab):
         SamplingParams(window=5),
         SamplingParams(temperature=0.8, min_p=0.0, banned=(4,)),
     ):
-        assert check.mismatches(params, vocab, nodes, torch.bfloat16, CPU, random) == 0
+        compared = check.drawn(*check.both(params, vocab, nodes, torch.bfloat16, CPU, random))
+        assert difference([compared]) is None
 
 
 @pytest.mark.slow
 def test_a_large_vocabulary(monkeypatch):
     monkeypatch.setattr(fused.TritonSampler, "BLOCK", 1 << 15)  # fewer programs for the interpreter
-    assert (
-        check.mismatches(SamplingParams(window=3), 128_256, 3, torch.bfloat16, CPU, Random(5)) == 0
-    )
+    params = SamplingParams(window=3)
+    compared = check.drawn(*check.both(params, 128_256, 3, torch.bfloat16, CPU, Random(5)))
+    assert difference([compared]) is None
 
 
 CHANGES = {
@@ -143,9 +143,12 @@ def test_the_comparison_sees_kernels_that_are_asked_for_something_else(change, m
         window=3, banned=tuple(range(0, 300, 2)), penalty=2.0, logit_bias={5: 4.0, 7: 3.0}
     )
     random = Random(1)
-    assert sum(check.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(3)) > 0
+    given = params, 300, 128, torch.float32, CPU, random
+    said = difference(check.drawn(*check.both(*given)) for _ in range(3))
+    assert said.startswith("tokens drawn in 128-node trees differ from plain ones by up to ")
     if change in ("seed", "penalty", "bias"):
-        assert check.misranked(params, 300, 32, torch.float32, CPU, 3, random) > 0
+        compared = check.ranked(*check.both(params, 300, 32, torch.float32, CPU, random), 3)
+        assert difference(compared) == "candidates differ from plain ones by up to 1"
 
 
 def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch):
@@ -159,7 +162,8 @@ def test_the_comparison_sees_a_path_that_is_not_penalised(monkeypatch):
     monkeypatch.setattr(fused.TritonSampler, "draw", blind)
     params = SamplingParams(penalty=1.3)
     random = Random(1)
-    assert sum(check.mismatches(params, 300, 128, torch.float32, CPU, random) for _ in range(5)) > 0
+    given = params, 300, 128, torch.float32, CPU, random
+    assert "tokens drawn" in difference(check.drawn(*check.both(*given)) for _ in range(5))
 
 
 @pytest.mark.parametrize("dtype", first(1, fused.DTYPES))
@@ -168,12 +172,10 @@ def test_the_kernels_rank_candidates_by_the_rule(dtype):
     for rows, count in ((1, 1), (2, 4), (31, 7), (1, 16)):
         vocab = random.randint(257, 1030) if count < 16 else 14
         params = random_params(random, vocab)
-        assert check.misranked(params, vocab, rows, dtype, CPU, count, random) == 0, (
-            params,
-            vocab,
-            rows,
-            count,
+        compared = check.ranked(
+            *check.both(params, vocab, rows, dtype, CPU, random), min(count, vocab)
         )
+        assert difference(compared) is None, (params, vocab, rows, count)
 
 
 @pytest.mark.slow
@@ -330,7 +332,7 @@ def test_a_sampler_leaves_what_the_kernels_get_wrong_or_have_not(
         one = sampler(SamplingParams())
         use_kernels(one, torch.float32, interpreted=True)
         assert one.fault is not None
-        assert one.fault.endswith(f"of {sum(check.TRIED)} rows drew another token than the rule")
+        assert one.fault.startswith("tokens drawn in 1-node trees differ from plain ones by up to ")
 
     def broken(self, *given):
         raise RuntimeError("no such instruction\nand more")

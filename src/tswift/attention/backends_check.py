@@ -3,16 +3,16 @@ always tried at load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tswift.attention.backends import BACKENDS, USUAL_HEAD_SIZE
-from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention, TreeAttention
+from tswift.attention.sdpa import AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV, KVShape
-from tswift.errors import cause_of
+from tswift.checking import Compared, difference
 
 _Tried = tuple[tuple[int, int, bool], ...]
 # Tried before a backend is used: keys held, nodes, and whether these are a tree; more on a GPU,
@@ -42,71 +42,51 @@ def fails(
     than nothing only if the backend takes them. With ``codes`` keys and values are int8, which a
     backend reads that has ``STEPS_BEHIND``.
     """
-    try:
-        backend = BACKENDS[name]()
-        layout = Layout(*heads, dtype, device)
-        errors = [_max_relative_error(backend, layout, width, each, codes) for each in spec]
-        error = float(torch.tensor(errors).max())  # NaN if any is
-    except Exception as failure:  # compilers, drivers and libraries have many ways to fail
-        return f"{name} attention fails here ({cause_of(failure)})"
-    if error <= max(4 * torch.finfo(dtype).eps, _LEAST):
-        return None
-    return f"{name} attention failed its numerical check (relative error {error:.2g})"
+    layout = Layout(*heads, dtype, device)
+    fault = difference(row for each in spec for row in _compared(name, layout, width, each, codes))
+    return fault and f"{name} attention fails here ({fault})"
 
 
-def _max_relative_error(
-    backend: type[Attention], layout: Layout, width: int, spec: AttentionSpec, codes: bool
-) -> float:
-    """How far a backend's outputs are from those of plain products at most,
-    as a share of the largest.
-    """
-    device = layout.device
-    asked = dict[str, object]()
+def _compared(
+    name: str, layout: Layout, width: int, spec: AttentionSpec, codes: bool
+) -> Iterator[Compared]:
+    """A backend's outputs, and those of plain products."""
+    backend = BACKENDS[name]()
+    device, dtype = layout.device, layout.dtype
     tried = _TRIED_ON_CUDA if device.type == "cuda" else _TRIED
     scale = width**-0.5
+    asked = dict[str, object]()
     if spec:
         spec = replace(spec, window=spec.window and min(spec.window, _WIDEST))
-        tried = _around(spec.window)
         asked = {"spec": spec}
+        tried = _around(spec.window)
         # by smaller scores no key stands out, and no soft cap shows
         scale *= max(4.0, (spec.softcap or 0) / 4)
     slots = max(held + nodes for held, nodes, _ in tried) + 1
+    most = max(nodes for _, nodes, _ in tried)
     source = torch.Generator(device).manual_seed(0)
-    both = torch.randn(2, layout.kv_heads, slots, width, generator=source, device=device).to(
-        layout.dtype
-    )
-    max_nodes = max(nodes for _, nodes, _ in tried)
-    heads = layout.kv_heads * layout.groups
-    rows = torch.randn(max_nodes, heads, width, generator=source, device=device).to(layout.dtype)
-    exact = replace(layout, dtype=torch.float64)
-    errors = []
-    # of floats only its length counts
-    kept = torch.int8 if codes else layout.dtype
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, width, generator=source, device=device).to(dtype)
+
+    given = random(2, layout.kv_heads, slots)
+    rows = random(most, layout.kv_heads * layout.groups)
+    kept = torch.int8 if codes else dtype
     shape = KVShape(1, layout.kv_heads, width, kept, device, steps_behind=codes)
-    cache = FullKV(shape, slots if codes else 0)
-    given = both
-    if codes:
-        cache.write(0, *both)
-        both = torch.stack([cache.numbers(part, 0, slice(None)) for part in (0, 1)])
+    whole = FullKV(shape, slots)
+    both = torch.stack(whole.write(0, *given))
     for held, nodes, tree in tried:
         ancestors = _binary(nodes).to(device) if tree else None
-        query, keys, values = rows[:nodes].transpose(0, 1), *both[:, :, : held + nodes]
-        reference_args = query.double(), keys.double(), values.double(), scale
-        if spec:
-            depths = (
-                torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
-            )
-            cache.length = held
-            expected = MaskedAttention(exact.dtype, [spec], cache, depths + held, ancestors)(
-                0, *reference_args
-            )
-        else:
-            expected = TreeAttention(exact, held, nodes, ancestors)(*reference_args)
-        outputs = []
+        query, (keys, values) = rows[:nodes].transpose(0, 1), both[:, :, : held + nodes]
+        own = torch.arange(nodes, device=device) if ancestors is None else ancestors.sum(1) - 1
+        whole.length = held
+        plain = MaskedAttention(torch.float64, [spec], whole, own + held, ancestors)
+        expected = plain(0, query.double(), keys.double(), values.double(), scale)
+        allowed = max(4 * torch.finfo(dtype).eps, _LEAST) * expected.abs().max()
+        what = f"outputs of {nodes} x {held + nodes:,} scores"
         if not codes:
-            outputs += [
-                backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)
-            ]
+            out = backend(layout, held, nodes, ancestors)(query, keys, values, scale, **asked)
+            yield what, out, expected, allowed
         if backend.STATIC:  # as in passes that are replayed: after the length there is anything
             length = torch.full((), held, dtype=torch.int32, device=device)
             room = FullKV(shape, slots)
@@ -116,11 +96,8 @@ def _max_relative_error(
             new_keys, new_values = given[:, :, held : held + nodes]
             keys, values = room.parts[0][:2]
             backend.store(keys, values, new_keys, new_values, length)
-            outputs.append(
-                backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked)
-            )
-        errors += [(out.double() - expected).abs().max() / expected.abs().max() for out in outputs]
-    return float(torch.stack(errors).max())  # NaN if any is
+            out = backend(layout, length, nodes, ancestors)(query, keys, values, scale, **asked)
+            yield what, out, expected, allowed
 
 
 def _around(window: int | None) -> _Tried:

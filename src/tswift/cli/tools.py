@@ -36,12 +36,13 @@ def env(
     Measured once for a model, and remembered.
     """
     typed.make(ModelConfig)
+    from tswift.checking import KERNELS
     from tswift.cli import output
     from tswift.decoding.device_step_check import try_steps
     from tswift.drafting.costs import costs_of, folder
     from tswift.loading.model import load_model
     from tswift.machine import environment
-    from tswift.remembered import KERNELS, forget
+    from tswift.remembered import forget
     from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
@@ -57,7 +58,8 @@ def env(
         [name.replace("_", " "), NOTHING if value is None else str(value)]
         for name, value in found.items()
     ]
-    rows += [[f"kernels, {name}", said] for name, said in KERNELS.items()]
+    kernels = dict.fromkeys((name, said) for (name, *_), said in KERNELS.items())
+    rows += [[f"kernels, {name}", said] for name, said in kernels]
     about = loaded.about()
     kv = f", KV in {about['kv_dtype']}" if "kv_dtype" in about else ""
     model = (

@@ -5,19 +5,19 @@ and leave the same in its cache.
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from collections.abc import Generator, Iterator
 from random import Random
 
 import torch
 
 from tswift.caches import FullKV
+from tswift.checking import Compared, kernel_fault
 from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.models.codes import Packed
 from tswift.models.hashes import config_hash
-from tswift.remembered import kernel_fault
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
@@ -63,48 +63,45 @@ def try_steps(target: Target, params: SamplingParams) -> None:
         return
     if target not in _CHECKED:
         _CHECKED.add(target)
-        kinds = sorted({type(module).__name__ for module in target.model.modules()})
-        dtypes = target.dtype, target.kv_shape.dtype
-        held = [each for each in target.model.modules() if isinstance(each, Packed)]
-        codes = sorted({(each.bits, each.block, len(list(each.buffers()))) for each in held})
+        modules = [*target.model.modules()]
+        packed = (each for each in modules if isinstance(each, Packed))
         asked = (
             config_hash(target.model),
-            *dtypes,
+            target.dtype,
+            target.kv_shape.dtype,
             target.attention,
             target.fixed_rows,
-            kinds,
-            codes,
+            sorted({type(module).__name__ for module in modules}),
+            sorted({(each.bits, each.block, len(list(each.buffers()))) for each in packed}),
         )
-        check = partial(_difference, target)
-        target.fallbacks.note("steps", kernel_fault("steps", check, target.device, *asked))
+        fault = kernel_fault("steps", _compared(target), target.device, *asked)
+        target.fallbacks.note("steps", fault)
     sampler = Sampler(params, 0, target.vocab_size, target.device)
     use_kernels(sampler, target.dtype)
     target.fallbacks.note("sampler", sampler.fault)
 
 
-def _difference(target: Target) -> str | None:
-    """What is wrong with device steps, in one line; None if nothing is."""
+def _compared(target: Target) -> Iterator[Compared]:
+    """What steps on the device draw and leave, and what the host's do."""
     for seed, (length, nodes) in enumerate(_TRIED):
-        nodes = min(nodes, target.fixed_rows or nodes)
         random = Random(seed)
         prompt = [random.randrange(target.vocab_size) for _ in range(length)]
         known = [*prompt]
-        for drafter in (
-            Drafter(),
-            Drafter([_Guesses(known, random, target.vocab_size)], _DEPTH, nodes),
-        ):
-            found = _steps(target, prompt, drafter, seed)
-            if isinstance(found, str):
-                return found
-            known += found[len(known) :]
-    return None
+        guesses = _Guesses(known, random, target.vocab_size)
+        nodes = min(nodes, target.fixed_rows or nodes)
+        for drafter in (Drafter(), Drafter([guesses], _DEPTH, nodes)):
+            known[:] = yield from _steps(target, prompt, drafter, seed)
 
 
-def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> list[int] | str:
-    """Take some device steps and check each; returns prompt and text, or what is wrong."""
-    params = SamplingParams(window=20)
-    sampler, twin = (Sampler(params, seed, target.vocab_size, target.device) for _ in range(2))
-    kv = FullKV(target.kv_shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)
+def _steps(
+    target: Target, prompt: list[int], drafter: Drafter, seed: int
+) -> Generator[Compared, None, list[int]]:
+    """Take some device steps, and compare each; returns prompt and text."""
+    device, shape = target.device, target.kv_shape
+    sampler, twin = (
+        Sampler(SamplingParams(window=20), seed, target.vocab_size, device) for _ in range(2)
+    )
+    kv = FullKV(shape, len(prompt) + _STEPS * (_DEPTH + 1) + drafter.limit)
     prefill(target, prompt[:-1], kv)
     context = Context([*prompt], sampler, kv)
     for each in (sampler, twin):
@@ -117,34 +114,29 @@ def _steps(target: Target, prompt: list[int], drafter: Drafter, seed: int) -> li
         except NoTokenLeft:
             break  # random weights may give nothing to draw from; the host would say so, too
         tree = drafter.sources[0].tree if drafter.sources else DraftTree(context.text[held])  # type: ignore[attr-defined]
-        places = torch.tensor(tree.depths, device=target.device) + held
         assert context.logits is not None
         nodes = (
-            torch.tensor(tree.tokens, device=target.device),
-            places,
-            tree.ancestors().to(target.device),
+            torch.tensor(tree.tokens, device=device),
+            torch.tensor(tree.depths, device=device) + held,
+            tree.ancestors().to(device),
         )
         drawn, _ = twin.draw_nodes(context.logits[: len(tree)], nodes)
         path = tree.walk(drawn)
-        if list(new) != [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]:
-            return f"a step on the device over {held:,} tokens drew others than the rule"
+        wanted = [*(tree.tokens[node] for node in path[1:]), drawn[path[-1]]]
+        yield f"tokens of a step from slot {held:,} on", torch.tensor(new), torch.tensor(wanted)
         twin.extend(new)
-    fresh = FullKV(target.kv_shape, kv.length)
+    fresh = FullKV(shape, kv.length)
     wide, target.chunked_text = target.chunked_text, False  # it is tried by a text that needs it
     try:
         prefill(target, context.text[:-1], fresh, len(prompt) - 1)
     finally:
         target.chunked_text = wide
     for ours, theirs in zip(kv.buffers, fresh.buffers, strict=True):
-        exact = theirs[:, :, : kv.length].float()
-        apart = (ours[:, :, : kv.length].float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(
-            min=1e-6
-        )
-        worst = apart.mean((0, 1)).amax().item() if kv.length else 0.0
-        if not worst <= target.kv_shape.rounding:
-            return f"steps on the device leave other keys and values ({worst:.2g} of their norm)"
-        if target.fixed_rows is not None and not torch.equal(
-            ours[:, :, : kv.length], theirs[:, :, : kv.length]
-        ):
-            return "steps on the device leave keys and values with other bits than a prefill"
+        ours, theirs = (each[:, :, : kv.length] for each in (ours, theirs))
+        exact = theirs.float()
+        apart = (ours.float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-6)
+        apart = apart.mean((0, 1))
+        yield "keys and values of steps", apart, torch.zeros_like(apart), shape.rounding
+        if target.fixed_rows is not None:
+            yield "bits of steps' keys and values", ours, theirs
     return context.text

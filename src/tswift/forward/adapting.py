@@ -18,11 +18,11 @@ from torch import Tensor
 from tswift.attention.backends import BACKENDS, choose, own_backend, why_not
 from tswift.attention.backends_check import fails
 from tswift.caches import FullKV
-from tswift.errors import InputError, NoFault, cause_of, fault_of
+from tswift.errors import InputError, NoFault, cause_of
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, separate_layers
-from tswift.forward.cuda.layers_check import try_kernels
+from tswift.forward.cuda.layers_check import layer_fault
 from tswift.forward.hf import UnsupportedModel
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.target import Target
@@ -178,7 +178,7 @@ def _compared(
         if not (expected.amax(-1) < torch.inf).all():
             raise _not_finite(target, model, ids.tolist())
         if backend == "triton":
-            target.fallbacks.note("layers", fuse(network, try_kernels))
+            target.fallbacks.note("layers", fuse(network, layer_fault))
             if target.kv_shape.states is not None and _doubted(target):
                 target.fallbacks.note("states", kernel_fault(network.device))
         apart = _apart(target, ids, expected)
@@ -265,7 +265,7 @@ def _codes_fault(target: Target) -> str | None:
     fault = fails("triton", target.dtype, target.device, shape.head_dim, heads, codes=True)
     if is_fused(target.model):
         for layer in layers_by_form(target.model):
-            fault = fault or fault_of(partial(try_kernels, layer, target.dtype, codes=True))
+            fault = fault or layer_fault(layer, target.dtype, codes=True)
     return fault and f"cannot have a cache in {dtype_name(shape.dtype)}: {fault}"
 
 

@@ -9,7 +9,7 @@ That is tested once per loaded model, on this machine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tswift.attention.sdpa import MAX_WIDTH, ROWS
 from tswift.caches import FullKV, KVShape
-from tswift.errors import fault_of
+from tswift.checking import Compared, difference
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import is_fused
 from tswift.forward.hf import watched
@@ -162,13 +162,13 @@ def wide_text_has_the_bits(target: Target) -> bool:
     known = target.chunked_prompt and target.replays and count <= target.max_positions
     if target.fixed_rows is None or not (known and is_fused(target.model)):
         return False
-    fault = fault_of(partial(_other_bits, target, count))
+    fault = difference(_wide_and_narrow(target, count))
     target.fallbacks.note("wide", fault)
     return fault is None
 
 
-def _other_bits(target: Target, count: int) -> str | None:
-    """That wide passes over so many tokens give other bits; None if they do not."""
+def _wide_and_narrow(target: Target, count: int) -> Iterator[Compared]:
+    """What wide passes over so many tokens give, and others."""
     random = torch.Generator().manual_seed(1)
     kv, before = _held_cache(target, _HELD_KEYS, count, random)
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
@@ -185,8 +185,7 @@ def _other_bits(target: Target, count: int) -> str | None:
             hidden.append(forward(tokens, positions, kv).hidden)
             kv.advance(len(tokens))
         found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in kv.buffers)])
-    alike = all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    return None if alike else "a token has other bits in wide ones"
+    yield "rows of wide ones", found[0], found[1]
 
 
 def _prompt(target: Target, count: int, ids: Tensor) -> Tensor:

@@ -48,10 +48,10 @@ def step_plainly(
         kept = (state if parent < 0 else states[parent]) * rows.decays[row, :, None, None]
         change = rows.contents[row]
         if rows.corrects:
-            change = change - _summed(kept * key)
+            change = change - neighbours_sum(kept * key)
         change = change * rows.rates[row, :, None]
         states[node] = kept + key * change.unsqueeze(1)
-        out.append(_summed(states[node] * query))
+        out.append(neighbours_sum(states[node] * query))
         if last[parent] == node:
             states.pop(parent, None)
     if after is not None:
@@ -59,7 +59,7 @@ def step_plainly(
     return torch.stack(out)
 
 
-def _summed(numbers: Tensor) -> Tensor:
+def neighbours_sum(numbers: Tensor) -> Tensor:
     """Sums over the keys ``[heads, keys, values]``: of neighbours, then of neighbouring sums, and
     so on, as the kernel adds them.
     """

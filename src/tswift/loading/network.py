@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from tswift.errors import InputError
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
-from tswift.forward.cuda.layers_check import Wrong, try_codes, try_product
+from tswift.forward.cuda.layers_check import codes_fault
 from tswift.loading.packing import (
     load_floats,
     load_gguf,
@@ -31,16 +32,11 @@ from tswift.models.shapes import random_weights
 def read_network(plan: ModelPlan) -> PreTrainedModel:
     """The network of a plan with its weights, on its device."""
     kernels = plan.coded and coded.by_kernels(plan.device)
-    try:
-        if kernels:  # what fails on any machine is told before a long load
-            some = quantize(torch.eye(UNIT, device=plan.device), 4)
-            try_product(coded.CodedLinear(some), plan.dtype)
-        network = _random_network(plan) if plan.simulated else _stored_network(plan)
-        if kernels:
-            try_codes(network.to(plan.device))
-    except Wrong as error:
-        option = "model" if plan.asked.weights is None else "weights"
-        raise InputError(f"{plan.name}: {error}", option) from None
+    if kernels:  # what fails on any machine is told before a long load
+        _try_codes(coded.CodedLinear(quantize(torch.eye(UNIT, device=plan.device), 4)), plan)
+    network = _random_network(plan) if plan.simulated else _stored_network(plan)
+    if kernels:
+        _try_codes(network, plan)
     if plan.coded and not (kernels or multiplies_integers(network)):
         hold_floats(network)
     return network if _placed(plan) else network.to(plan.device)
@@ -50,6 +46,13 @@ def _placed(plan: ModelPlan) -> bool:
     """Whether transformers quantises weights on the way to the device: all of them need not fit."""
     quantised = own_quantization(plan.config) is not None and not plan.simulated
     return quantised and plan.device.type == "cuda"
+
+
+def _try_codes(network: nn.Module, plan: ModelPlan) -> None:
+    """Refuse a model whose products of codes are wrong."""
+    if fault := codes_fault(network.to(plan.device), plan.dtype):
+        option = "model" if plan.asked.weights is None else "weights"
+        raise InputError(f"{plan.name}: {fault}", option)
 
 
 def _random_network(plan: ModelPlan) -> PreTrainedModel:

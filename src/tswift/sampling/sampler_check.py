@@ -5,15 +5,15 @@ on random rows with all that is odd.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from random import Random
 
 import torch
 from torch import Tensor
 
+from tswift.checking import Compared, kernel_fault
 from tswift.errors import NoFault
-from tswift.remembered import kernel_fault
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import FAR, NO_TOKEN, Sampler
 from tswift.sampling.sampler_triton import DTYPES, INTERPRETED, TritonSampler
@@ -21,7 +21,6 @@ from tswift.sampling.sampler_triton import DTYPES, INTERPRETED, TritonSampler
 # nodes of the trees with which the kernels are tried on a device
 TRIED = (*range(1, 9), 41, 41, 41, 41, 41, 41, 41)
 RANKED = (1, 1, 1, 4, 4, 16)  # rows with which the ranking of candidates is
-_CHECKED: dict[tuple[object, ...], str | None] = {}
 
 
 def triton_sampler_fault(
@@ -49,113 +48,80 @@ def triton_sampler_fault(
     params = replace(
         params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, min_tokens=0
     )
-    kernels = params.greedy, params.temperature == 1, params.penalises, params.filters
-    key = (
-        candidates,
-        dtype,
-        vocab_size,
-        device,
-        *kernels,
-        bool(params.logit_bias),
-        bool(params.banned),
+    asked = (
+        *(candidates, dtype, vocab_size, params.greedy, params.temperature == 1),
+        *(params.penalises, params.filters, bool(params.logit_bias), bool(params.banned)),
     )
-    if key not in _CHECKED:
-        check = partial(_disagreement, params, vocab_size, dtype, device, candidates)
-        _CHECKED[key] = kernel_fault("sampler", check, device, *key)
-    return _CHECKED[key]
+    compared = _compared(params, vocab_size, dtype, device, candidates)
+    return kernel_fault("sampler", compared, device, *asked)
 
 
-def _disagreement(
+def _compared(
     params: SamplingParams,
     vocab_size: int,
     dtype: torch.dtype,
     device: torch.device,
     candidates: int,
-) -> str | None:
+) -> Iterator[Compared]:
     random = Random(0)
-    if candidates:
-        wrong = sum(
-            misranked(params, vocab_size, rows, dtype, device, candidates, random)
-            for rows in RANKED
-        )
-        return (
-            f"{wrong} of {sum(RANKED)} rows had other candidates than by the rule"
-            if wrong
-            else None
-        )
-    wrong = 0
-    for index, nodes in enumerate(TRIED):
-        short = (
-            replace(params, window=random.randint(1, 5))
-            if params.penalises and index % 2
-            else params
-        )
-        wrong += mismatches(short, vocab_size, nodes, dtype, device, random)
-    return f"{wrong} of {sum(TRIED)} rows drew another token than the rule" if wrong else None
+    for rows in RANKED if candidates else ():
+        yield from ranked(*both(params, vocab_size, rows, dtype, device, random), candidates)
+    for index, nodes in enumerate(() if candidates else TRIED):
+        short = params
+        if params.penalises and index % 2:
+            short = replace(params, window=random.randint(1, 5))
+        yield drawn(*both(short, vocab_size, nodes, dtype, device, random))
 
 
-def mismatches(
-    params: SamplingParams,
-    vocab_size: int,
-    nodes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    random: Random,
-) -> int:
-    """Number of nodes of a random draft tree after which kernels and rule draw different tokens."""
-    seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
-    fused = TritonSampler(params, seed, vocab_size, device)
-    logits = odd_rows(nodes, vocab_size, dtype, random)
-    tree = _random_tree(sampler, logits, random)
-    rows, tokens, positions, ancestors = (each.to(device) for each in (logits, *tree))
-    drawn = fused.draw(rows, tokens, positions, ancestors, sampler.newest)
-    return int((drawn != sampler.draw_rows(rows, tokens, positions, ancestors)).sum())
-
-
-def misranked(
+def both(
     params: SamplingParams,
     vocab_size: int,
     rows: int,
     dtype: torch.dtype,
     device: torch.device,
-    count: int,
     random: Random,
-) -> int:
-    """Number of random rows whose candidates by the kernels are not those by the rule,
-    with noise or without.
+) -> tuple[Sampler, TritonSampler, Tensor, Random]:
+    """The rule and its kernels, of a random seed, and random logits."""
+    given = params, random.getrandbits(64), vocab_size, device
+    logits = odd_rows(rows, vocab_size, dtype, random).to(device)
+    return Sampler(*given), TritonSampler(*given), logits, random
+
+
+def drawn(sampler: Sampler, kernels: TritonSampler, logits: Tensor, random: Random) -> Compared:
+    """What kernels and rule draw after the nodes of a random draft tree."""
+    tree = _random_tree(sampler, logits, random)
+    given = [logits, *(each.to(logits.device) for each in tree), sampler.newest]
+    ours, plain = kernels.draw(*given), sampler.draw_rows(*given[:-1])
+    return f"tokens drawn in {len(logits)}-node trees", ours, plain
+
+
+def ranked(
+    sampler: Sampler, kernels: TritonSampler, logits: Tensor, random: Random, count: int
+) -> Iterator[Compared]:
+    """Candidates of random rows by kernels and rule, with noise and without.
 
     What is equal may come in any order, and a score may be off by its last place: candidates are
     but guesses.
     """
-    seed = random.getrandbits(64)
-    sampler = Sampler(params, seed, vocab_size, device)
-    fused = TritonSampler(params, seed, vocab_size, device)
-    logits = odd_rows(rows, vocab_size, dtype, random).to(device)
+    rows, vocab_size = logits.shape
+    device = logits.device
     generator = torch.Generator().manual_seed(random.getrandbits(63))
-    seen = (
-        torch.rand(random.choice((1, rows)), vocab_size, generator=generator).to(device)
-        < random.random()
-    )
-    penalised = seen if params.penalises else None
+    seen = torch.rand(random.choice((1, rows)), vocab_size, generator=generator)
+    share = random.random()
+    penalised = (seen < share).to(device) if sampler.penalises else None
     place = random.choice((0, 7, 5000, 1 << 40))
-    count = min(count, vocab_size)
-    wrong = torch.zeros(rows, dtype=torch.bool, device=device)
     for places in (None, torch.arange(place, place + rows, device=device)):
-        scores = (
-            sampler.warp(logits, penalised)
-            if places is None
-            else sampler.scores(logits, penalised, places)
-        )
+        noise = 0 if places is None else sampler.noise(places)
+        scores = sampler.warp(logits, penalised) + noise
         best = scores.topk(count).values
-        tokens, theirs = fused.candidates(logits, penalised, places, count)
-        own = scores.gather(1, tokens)
+        tokens, theirs = kernels.candidates(logits, penalised, places, count)
         real = best > -math.inf
         alone = ((tokens[:, :, None] == tokens[:, None]) & real[:, None]).sum(-1) == 1
+        own = scores.gather(1, tokens)
         same = _close(theirs, best) & (~real | (_close(own, best) & alone))
         # a row with NaN or infinity has no candidates
-        wrong |= (scores.amax(-1) < math.inf) & ~same.all(-1)
-    return int(wrong.sum())
+        same |= ~(scores.amax(-1, keepdim=True) < math.inf)
+        yield "candidates", same, torch.ones_like(same)
 
 
 def _close(one: Tensor, other: Tensor) -> Tensor:

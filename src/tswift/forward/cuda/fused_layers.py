@@ -218,7 +218,7 @@ def head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]
     return (module.q_norm.weight, module.k_norm.weight), module.q_norm.variance_epsilon
 
 
-def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) -> str | None:
+def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], str | None]) -> str | None:
     """Let kernels compute what is between the products of a network's layers,
     whose weights are frozen.
 
@@ -233,11 +233,9 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], None]) ->
     decoder = network.get_decoder()
     layers = list(decoder.layers)
     norm: Any = final_norm(decoder)
-    try:
-        for layer in layers_by_form(network):
-            check(layer, network.dtype)
-    except Exception as error:  # compilers and drivers fail in many ways
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    for layer in layers_by_form(network):
+        if fault := check(layer, network.dtype):
+            return fault
     _exchange(norm, FusedNorm)
     for layer in layers:
         _exchange(layer, FusedLayer)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tswift.caches import FullKV, KVShape, steps_of
+from tswift.caches import FullKV, KVShape
+from tswift.checking import Compared, difference
 from tswift.forward.cuda.coded import CodedLinear
 from tswift.forward.cuda.fused_layers import coded_product, head_norms, product_of
+from tswift.forward.recurrence import neighbours_sum
 
 if TYPE_CHECKING:
     from tswift.forward.cuda.layer_kernels import HeadPlan, Hidden
@@ -27,10 +31,8 @@ def tree_sum(numbers: Tensor) -> Tensor:
     """Sums ``[..., 1]`` over the last dimension: of neighbours, then of neighbouring sums,
     and so on.
     """
-    numbers = F.pad(numbers, (0, (1 << (numbers.shape[-1] - 1).bit_length()) - numbers.shape[-1]))
-    while numbers.shape[-1] > 1:
-        numbers = numbers[..., 0::2] + numbers[..., 1::2]
-    return numbers
+    *shape, count = numbers.shape
+    return neighbours_sum(numbers.reshape(-1, count, 1)).view(*shape, 1)
 
 
 def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tensor:
@@ -40,8 +42,7 @@ def plain_norm(rows: Tensor, weight: Tensor, eps: float, parts: int = 1) -> Tens
     number.
     """
     numbers = rows.float()
-    first, *others = (tree_sum(part * part) for part in numbers.chunk(parts, -1))
-    squares = sum(others, first)
+    squares = reduce(torch.add, (tree_sum(part * part) for part in numbers.chunk(parts, -1)))
     root = ((squares.double() / rows.shape[-1]).float() + eps).double().sqrt().float()
     scaled = (numbers * (1 / root.double()).float()).to(rows.dtype)
     return (scaled.float() * weight.float()).to(rows.dtype)
@@ -80,10 +81,6 @@ def plain_rotate(
     return heads * cosines + torch.cat([-second, first], -1) * sines
 
 
-class Wrong(Exception):
-    """Kernels computed something else than plain PyTorch."""
-
-
 def plain_squares(rows: Tensor, tile: int) -> Tensor:
     """Sums of the squares of ``tile`` neighbours in rows ``[n, H]``: ``[n, tiles]``."""
     numbers = F.pad(rows.float(), (0, -rows.shape[1] % tile))
@@ -101,230 +98,190 @@ def normed_already(rows: Tensor) -> Hidden:
 
 def added_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """A product of its parts ``[parts, n, out]``, added in their order, and rounded."""
-    total = sums[0].clone()
-    for part in sums[1:]:
-        total += part
-    return total.to(dtype)
-
-
-def _compare(what: str, ours: Tensor, plain: Tensor) -> None:
-    if not torch.equal(ours, plain):
-        raise Wrong(f"the kernel of {what} computes something else than PyTorch")
+    return reduce(torch.add, sums).to(dtype)
 
 
 @torch.inference_mode()
-def try_kernels(layer: Any, dtype: torch.dtype, codes: bool = False) -> None:
-    """Compare the kernels with plain PyTorch on random rows of a layer's sizes; with ``codes``
+def layer_fault(layer: Any, dtype: torch.dtype, codes: bool = False) -> str | None:
+    """What kernels compute otherwise than plain PyTorch on random rows of a layer's sizes, a bit or
+    products that are far apart, or otherwise the second time; None if they do not. With ``codes``
     keys and values are stored as these.
-
-    Raises:
-        Wrong: a bit differs; products are far apart, or others the second time.
     """
-    from tswift.forward.cuda import layer_kernels as kernels
-
-    norm, attention, mlp = layer.input_layernorm, layer.self_attn, layer.mlp
-    weight, eps = norm.weight, norm.variance_epsilon
-    device = weight.device
-    source = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=source).mul_(3).to(device, dtype)
-
-    hidden, more = random(2, _TRIED, len(weight))
-    total, normed = kernels.add_norm(hidden, more, weight, eps)
-    _compare("sums", total, hidden + more)
-    _compare("norms", normed, plain_norm(total, weight, eps))
-    squares = kernels.squares_of(hidden)
-    _compare("squares", squares, plain_squares(hidden, kernels.TILE))
-    states = kernels.Hidden(hidden, squares, weight, eps)
-    normed = plain_norm(hidden, weight, eps)
-    gate, up = random(2, _TRIED, mlp.gate_proj.out_features)
-    _compare("SiLU", kernels.silu_mul(gate, up), plain_silu_mul(gate, up))
-    if type(mlp.down_proj) is CodedLinear:
-        _try_coded(layer, normed, hidden, random, codes)
-        return
-    head = attention.head_dim
-    parts_of = _try_heads(attention, states, normed, random, kernels, product_of, head, codes)
-    _compare("norms", parts_of(states), parts_of(normed_already(normed)))
-    wide = [plain.to(dtype) for plain in _wide_products(normed, (mlp.gate_proj, mlp.up_proj))]
-    active = kernels.multiply_silu(states, product_of(mlp.gate_proj), product_of(mlp.up_proj))
-    plain = plain_silu_mul(*wide).double()
-    if not (active - plain).abs().max() <= 4 * torch.finfo(dtype).eps * plain.abs().max():
-        raise Wrong("the kernel of products with SiLU computes something else than PyTorch")
-    for linear in (attention.o_proj, mlp.down_proj):
-        rows = random(_TRIED, linear.in_features)
-        _, total, squares = _try_sums(linear, rows, hidden, kernels, product_of)
-        _compare("squares", squares, plain_squares(total, kernels.TILE))
+    return difference(_compared(layer, dtype, codes))
 
 
-def _try_coded(
-    layer: Any, normed: Tensor, hidden: Tensor, random: Callable[..., Tensor], codes: bool
-) -> None:
-    """Compare the kernel of products of codes with PyTorch, and a row among others with itself."""
-    from tswift.forward.cuda import code_kernels as kernels
-
-    attention, mlp = layer.self_attn, layer.mlp
-    width = kernels.head_width(attention.head_dim)
-    _try_heads(attention, normed, normed, random, kernels, coded_product, width, codes)
-    for linear in (attention.o_proj, mlp.down_proj):
-        rows = random(_TRIED, linear.in_features)
-        sums, *_ = _try_sums(linear, rows, hidden, kernels, coded_product)
-        made = added_parts(sums, normed.dtype)
-        for times in (1, 3, 5, 20):  # in blocks of 8, 16 and 32 rows, and in a text's pass
-            again = kernels.multiply_rows(rows[1:].repeat(times, 1), coded_product(linear))
-            _compare("products", again, made[1:].repeat(times, 1))
-    gate, up = coded_product(mlp.gate_proj), coded_product(mlp.up_proj)
-    size = mlp.gate_proj.out_features
-    parts = kernels.product_parts(mlp.gate_proj.in_features, 2 * -(-size // kernels.TILE))
-    sums = normed.new_full((parts, len(normed), 2 * size), torch.nan, dtype=torch.float32)
-    active = kernels.multiply_silu(normed, gate, up, sums)
-    _compare("SiLU", active, plain_silu_mul(*added_parts(sums, normed.dtype).chunk(2, 1)))
-    for times in (2, 4):
-        again = kernels.multiply_silu(normed.repeat(times, 1), gate, up)
-        _compare("SiLU", again, active.repeat(times, 1))
-    wide = torch.cat(_wide_products(normed, (mlp.gate_proj, mlp.up_proj)), 1)
-    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
+@torch.inference_mode()
+def codes_fault(network: nn.Module, dtype: torch.dtype) -> str | None:
+    """Which products of codes are far off PyTorch's, by a layer of each form and size that a
+    network has, or a layer's own; None if none are.
+    """
+    layers = {
+        (*each.packed.form, each.in_features, each.out_features, each.bias is None): each
+        for each in network.modules()
+        if type(each) is CodedLinear
+    }
+    return difference(_products(each, dtype) for each in layers.values())
 
 
-def _wide_products(rows: Tensor, linears: Sequence[Any]) -> list[Tensor]:
-    """Products ``[n, out]`` in float64, a piece at a time: a device may be full of weights."""
-    return [_wide(rows, each, torch.arange(each.out_features)) for each in linears]
+def _products(linear: CodedLinear, dtype: torch.dtype) -> Compared:
+    """Some of a layer's products."""
+    device = linear.packed.bytes.device
+    shape = _TRIED, linear.in_features
+    rows = torch.linspace(-3, 3, math.prod(shape), device=device).cos().view(shape).to(dtype)
+    outputs = linear.out_features
+    some = torch.arange(0, outputs, 1 + outputs // _OUTPUTS, device=device)
+    wide = _wide(rows, linear, some)
+    return "products", linear(rows)[:, some], wide, torch.finfo(dtype).eps * wide.abs().max()
 
 
-def _wide(rows: Tensor, linear: Any, outputs: Tensor) -> Tensor:
-    """Some outputs of a product in float64."""
-    coded = type(linear) is CodedLinear
+def _wide(rows: Tensor, linear: Any, outputs: Tensor | None = None) -> Tensor:
+    """Outputs of a product in float64, all or some, a piece at a time: a device may be full of
+    weights.
+    """
+    if outputs is None:
+        outputs = torch.arange(linear.out_features, device=rows.device)
     found = []
-    for some in outputs.to(rows.device).split(_OUTPUTS):
+    for some in outputs.split(_OUTPUTS):
+        coded = type(linear) is CodedLinear
         weights = linear.packed.rows(some) if coded else linear.weight[some]
         bias = None if linear.bias is None else linear.bias[some].double()
         found.append(F.linear(rows.double(), weights.double(), bias))
     return torch.cat(found, 1)
 
 
-@torch.inference_mode()
-def try_codes(network: Any) -> None:
-    """Compare products of codes with PyTorch, by a layer of each form and size that a network has.
+def _rounded(sums: Tensor, wide: Tensor) -> Compared:
+    """Parts of products, which are off by no more than their rounding."""
+    return "products", sums.double().sum(0), wide, _ROUNDED * wide.abs().max()
 
-    Raises:
-        Wrong: one is far off.
+
+def _compared(layer: Any, dtype: torch.dtype, codes: bool) -> Iterator[Compared]:
+    """All that kernels compute in a layer, and that products of a row have the same bits again, and
+    among other rows.
     """
-    layers = {}
-    for linear in (module for module in network.modules() if type(module) is CodedLinear):
-        shape = (linear.in_features, linear.out_features, linear.bias is None)
-        layers[*linear.packed.form, *shape] = linear
-    for linear in layers.values():
-        try_product(linear, network.dtype)
+    from tswift.forward.cuda import code_kernels, layer_kernels
+
+    norm, attention, mlp = layer.input_layernorm, layer.self_attn, layer.mlp
+    weight, eps = norm.weight, norm.variance_epsilon
+    gate, up = mlp.gate_proj, mlp.up_proj
+    coded = type(mlp.down_proj) is CodedLinear
+    kernels: Any = code_kernels if coded else layer_kernels
+    product: Any = coded_product if coded else product_of
+    source = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=source).mul_(3).to(weight.device, dtype)
+
+    def empty(inputs: int, outputs: int, tiles: int) -> Tensor:
+        """Room for the parts of products."""
+        shape = kernels.product_parts(inputs, tiles), _TRIED, outputs
+        return weight.new_full(shape, torch.nan, dtype=torch.float32)
+
+    hidden, more = random(2, _TRIED, len(weight))
+    total, normed = layer_kernels.add_norm(hidden, more, weight, eps)
+    yield "sums", total, hidden + more
+    yield "norms", normed, plain_norm(total, weight, eps)
+    squares = layer_kernels.squares_of(hidden)
+    yield "squares", squares, plain_squares(hidden, layer_kernels.TILE)
+    both = random(2, _TRIED, gate.out_features)
+    yield "SiLUs", layer_kernels.silu_mul(*both), plain_silu_mul(*both)
+    normed = plain_norm(hidden, weight, eps)
+    states: list[Hidden | Tensor] = [normed] * _REPEATS
+    if not coded:
+        states = [layer_kernels.Hidden(hidden, squares, weight, eps)] * _REPEATS
+        states.append(normed_already(normed))
+    yield from _heads(attention, states, normed, codes, random, empty, kernels, product)
+    for linear in (attention.o_proj, mlp.down_proj):
+        inputs, outputs = linear.in_features, linear.out_features
+        rows = random(_TRIED, inputs)
+        found = []
+        for _ in range(_REPEATS):
+            sums = empty(inputs, outputs, -(-outputs // kernels.TILE))
+            found.append((sums, *kernels.add_product(rows, product(linear), hidden, sums)))
+        sums, total, *squared = found[0]
+        yield _rounded(sums, _wide(rows, linear))
+        for again in found:
+            yield "products, again,", again, found[0]
+        made = added_parts(sums, dtype)
+        yield "products", total, hidden + made
+        for each in squared:
+            yield "squares", each, plain_squares(total, kernels.TILE)
+        for times in (1, 3, 5, 20) if coded else ():  # blocks of 8, 16, 32 rows, and a text's pass
+            wider = kernels.multiply_rows(rows[1:].repeat(times, 1), product(linear))
+            yield "products", wider, made[1:].repeat(times, 1)
+    wide = _wide(normed, gate), _wide(normed, up)
+    if not coded:
+        active = kernels.multiply_silu(states[0], product(gate), product(up))
+        plain = plain_silu_mul(*(each.to(dtype) for each in wide)).double()
+        allowed = 4 * torch.finfo(dtype).eps * plain.abs().max()
+        yield "products with SiLU", active, plain, allowed
+        return
+    size = gate.out_features
+    sums = empty(len(weight), 2 * size, 2 * -(-size // kernels.TILE))
+    active = kernels.multiply_silu(normed, product(gate), product(up), sums)
+    yield "SiLUs", active, plain_silu_mul(*added_parts(sums, dtype).chunk(2, 1))
+    for times in (2, 4):
+        wider = kernels.multiply_silu(normed.repeat(times, 1), product(gate), product(up))
+        yield "SiLUs", wider, active.repeat(times, 1)
+    yield _rounded(sums, torch.cat(wide, 1))
 
 
-@torch.inference_mode()
-def try_product(linear: CodedLinear, dtype: torch.dtype) -> None:
-    """Compare a layer's products with PyTorch's; Wrong if one is far off."""
-    inputs, outputs = linear.in_features, linear.out_features
-    device = linear.packed.bytes.device
-    rows = torch.linspace(-3, 3, _TRIED * inputs, device=device).cos().view(_TRIED, -1).to(dtype)
-    some = torch.arange(0, outputs, 1 + outputs // _OUTPUTS, device=device)
-    wide = _wide(rows, linear, some)
-    apart = (linear(rows)[:, some] - wide).abs().max()
-    if not apart <= torch.finfo(dtype).eps * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
-
-
-def _try_sums(
-    linear: Any, rows: Tensor, hidden: Tensor, kernels: Any, product_of: Callable[[Any], Any]
-) -> tuple[Tensor, ...]:
-    """Parts of a product ``[parts, n, out]``, and what it was added to hidden states to."""
-    product = product_of(linear)
-    inputs, outputs = linear.in_features, linear.out_features
-    parts = kernels.product_parts(inputs, -(-outputs // kernels.TILE))
-    (wide,) = _wide_products(rows, [linear])
-    found = []
-    for _ in range(_REPEATS):
-        sums = hidden.new_full((parts, len(rows), outputs), torch.nan, dtype=torch.float32)
-        found.append((sums, *kernels.add_product(rows, product, hidden, sums)))
-    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
-    if not all(torch.equal(*both) for each in found for both in zip(each, found[0], strict=True)):
-        raise Wrong("the kernel of products gives other bits the second time")
-    _compare("products", found[0][1], hidden + added_parts(sums, hidden.dtype))
-    return found[0]
-
-
-def _three(attention: Any) -> tuple[Any, ...]:
-    return attention.q_proj, attention.k_proj, attention.v_proj
-
-
-def _try_heads(
+def _heads(
     attention: Any,
-    states: Hidden | Tensor,
+    states: Sequence[Hidden | Tensor],
     normed: Tensor,
-    random: Callable[..., Tensor],
-    kernels: Any,
-    product_of: Callable[[Any], Any],
-    width: int,
     codes: bool,
-) -> Callable[[Hidden | Tensor], Tensor]:
-    """Compare products of heads, of ``width`` outputs a program, with PyTorch; returns a function
-    that makes their parts anew.
-    """
+    random: Callable[..., Tensor],
+    empty: Callable[..., Tensor],
+    kernels: Any,
+    product: Callable[[Any], Any],
+) -> Iterator[Compared]:
+    """Heads that are rotated and stored, and their products."""
+    from tswift.forward.cuda.code_kernels import head_width
     from tswift.forward.cuda.layer_kernels import HeadPlan, rotate
 
-    head = attention.head_dim
-    three = _three(attention)
+    head, rows, device = attention.head_dim, len(normed), normed.device
+    three = attention.q_proj, attention.k_proj, attention.v_proj
     sizes = [each.out_features for each in three]
-    tiles, rows = sum(sizes) // width, len(normed)
-    angles = (random(rows, head), random(rows, head))
+    count = sizes[0] // head, sizes[1] // head
+    angles = random(rows, head), random(rows, head)
     weights, eps = head_norms(attention)
     kept = torch.int8 if codes else normed.dtype
-    shape = KVShape(1, sizes[1] // head, head, kept, normed.device, steps_behind=codes)
+    shape = KVShape(1, count[1], head, kept, device, steps_behind=codes)
 
-    def empty() -> FullKV:
+    def cleared() -> FullKV:
         kv = FullKV(shape, rows + 3)
         for buffer in kv.buffers:
             buffer.zero_()
+        kv.length = 3  # the first slots were held before, and the last row is padding
         return kv
 
-    def plain(sums: Tensor) -> list[Tensor]:
-        """Queries, keys and values ``[n, heads, d]``."""
-        query, key, value = (each.unflatten(1, (-1, head)) for each in sums.split(sizes, 1))
-        rotated = [
+    def cached(kv: FullKV) -> HeadPlan:
+        length = torch.full((), kv.length, dtype=torch.int32, device=device)
+        keys, values = kv.parts[0][:2]
+        return HeadPlan(count, angles, weights, eps, keys, values, length, rows - 1)
+
+    def compared(query: Tensor, ours: FullKV, products: Tensor) -> Compared:
+        *parts, values = (each.unflatten(1, (-1, head)) for each in products.split(sizes, 1))
+        rotated, keys = (
             plain_rotate(part, angles, weight, eps)
-            for part, weight in zip((query, key), weights, strict=True)
-        ]
-        return [*rotated, value]
-
-    def cached() -> HeadPlan:
-        keys, values = empty().parts[0][:2]
-        length = torch.full((), 3, dtype=torch.int32, device=normed.device)
-        heads = (sizes[0] // head, sizes[1] // head)
-        return HeadPlan(heads, angles, weights, eps, keys, values, length, rows - 1)
-
-    def compare(query: Tensor, heads: HeadPlan, sums: Tensor) -> None:
-        expected, *made = plain(sums)
-        _compare("rotation", query.transpose(0, 1), expected)
-        kv = empty()
-        kv.length = 3  # the first slots were held before, and the last row is padding
-        kv.write(0, *(each[:-1].transpose(0, 1) for each in made))
-        for ours, theirs in zip((heads.keys, heads.values), kv.parts[0][:2], strict=True):
-            _compare("rotation", ours, theirs)
-            if codes:
-                _compare("codes", steps_of(ours), steps_of(theirs))
-
-    def parts_of(states: Hidden | Tensor) -> Tensor:
-        parts = kernels.product_parts(normed.shape[1], tiles)
-        sums = normed.new_full((parts, rows, sum(sizes)), torch.nan, dtype=torch.float32)
-        heads = cached()
-        query = kernels.project_heads(states, [product_of(each) for each in three], heads, sums)
-        compare(query, heads, added_parts(sums, normed.dtype))
-        return sums
+            for part, weight in zip(parts, weights, strict=True)
+        )
+        plain = cleared()
+        plain.write(0, *(each[:-1].transpose(0, 1) for each in (keys, values)))
+        made = [query.transpose(0, 1), *ours.parts[0]]
+        return "rotated heads", made, [rotated, *plain.parts[0]]
 
     given = [random(rows, size) for size in sizes]
-    heads = cached()
-    compare(rotate(given, heads), heads, torch.cat(given, 1))
-    wide = torch.cat(_wide_products(normed, three), 1)
-    for _ in range(_REPEATS):
-        sums = parts_of(states)
-    if not (sums.double().sum(0) - wide).abs().max() <= _ROUNDED * wide.abs().max():
-        raise Wrong("the kernel of products computes something else than PyTorch")
-    return parts_of
+    kv = cleared()
+    yield compared(rotate(given, cached(kv)), kv, torch.cat(given, 1))
+    products = [product(each) for each in three]
+    width = head_width(head) if type(attention.q_proj) is CodedLinear else head
+    found = []
+    for state in states:
+        kv = cleared()
+        sums = empty(normed.shape[1], sum(sizes), sum(sizes) // width)
+        query = kernels.project_heads(state, products, cached(kv), sums)
+        yield compared(query, kv, added_parts(sums, normed.dtype))
+        found.append(sums)
+    yield _rounded(sums, torch.cat([_wide(normed, each) for each in three], 1))
+    yield "products of heads, again,", found, [sums] * len(found)
