@@ -93,7 +93,7 @@ def options_for(method: str, **options) -> DraftOptions:
 
 
 def tiny_llama(
-    kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 2
+    kind: str, dtype: torch.dtype, attention: str = "sdpa", layers: int = 1
 ) -> LlamaForCausalLM:
     """A random Llama whose next-token distributions are peaked, not constant;
     the same weights at every call.
@@ -117,14 +117,16 @@ def tiny_llama(
 
 
 @functools.cache
-def tiny_target(kind: str = "gqa", dtype: torch.dtype = torch.float64) -> Target:
-    return Target(tiny_llama(kind, dtype))
+def tiny_target(
+    kind: str = "gqa", dtype: torch.dtype = torch.float64, layers: int = 1
+) -> Target:
+    return Target(tiny_llama(kind, dtype, layers=layers))
 
 
 @functools.cache
 def tiny_draft(dtype: torch.dtype = torch.float64) -> Target:
     """A smaller random model with the vocabulary of :func:`tiny_target`."""
-    return Target(tiny_llama("mqa", dtype, layers=1))
+    return Target(tiny_llama("mqa", dtype))
 
 
 @functools.cache

@@ -329,7 +329,7 @@ def test_refuses_by_name(model, prompt, exported):
         exported(model, prompt["input_ids"], pad_token_id=int(prompt["input_ids"][0, 3]))
     with torch.autocast("cpu", torch.bfloat16), refused(r"^model: is under torch\.autocast"):
         exported(model, **prompt)
-    hook = model.model.layers[1].register_forward_hook(lambda module, inputs, out: out * 2)
+    hook = model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * 2)
     with refused(r"^model: has a hook at model\.layers\.1, "):
         exported(model, **prompt)
     hook.remove()

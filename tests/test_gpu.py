@@ -407,7 +407,7 @@ def test_every_method_writes_the_text_of_plain_decoding(dtype):
     """With PyTorch's attention, and no graphs."""
     target = Target(deepcopy(tiny_llama("gqa", dtype)).to(DEVICE))
     heads = deepcopy(tiny_heads(dtype)).to(DEVICE)
-    draft = Target(deepcopy(tiny_llama("mqa", dtype, layers=1)).to(DEVICE))
+    draft = Target(deepcopy(tiny_llama("mqa", dtype)).to(DEVICE))
     params = SamplingParams(window=20, min_p=0.02)
     options = DraftOptions(budget=64)
     texts = [

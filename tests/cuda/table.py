@@ -73,7 +73,7 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
         prompt = helpers.random_prompt(PROMPT, vocab=VOCAB)
     else:
         recurrent = kind == _STATES
-        model = qwen35(dtype) if recurrent else helpers.tiny_llama("gqa", dtype)
+        model = qwen35(dtype) if recurrent else helpers.tiny_llama("gqa", dtype, layers=2)
         target = Target(put(model), CodesAttention if kind == CODES else StaticAttention)
         if kind == CODES:
             target.set_kv_dtype(torch.int8)
@@ -81,7 +81,7 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
             load_own_head(target)
             if simulated:
                 moved(target.speculator)
-        draft = Target(put(helpers.tiny_llama("mqa", dtype, layers=1)), StaticAttention)
+        draft = Target(put(helpers.tiny_llama("mqa", dtype)), StaticAttention)
         heads = helpers.tiny_heads(dtype, kind="chained" if recurrent else kind.partition(",")[0])
         drafter = make_drafter(method, target, put(heads), options, draft)
         prompt = helpers.random_prompt(PROMPT)

@@ -146,11 +146,11 @@ def test_too_little_memory(checkpoint, monkeypatch):
     with pytest.raises(InputError) as caught:
         preflight(*asked)
     assert str(caught.value) == (
-        "length: weights 0.2 MB + heads 0.0 MB + KV 0.5 MB + drafting KV 0.3 MB + logits 0.1 MB = "
-        "1.0 MB, cpu has 1.0 MB free"
+        "length: weights 0.1 MB + heads 0.0 MB + KV 0.3 MB + drafting KV 0.1 MB + logits 0.1 MB = "
+        "0.6 MB, cpu has 0.6 MB free"
     )
     limit_memory(monkeypatch, need.loaded["weights"])
-    with pytest.raises(InputError, match=r"^model: weights 0.2 MB \+ heads "):
+    with pytest.raises(InputError, match=r"^model: weights 0.1 MB \+ heads "):
         # no text is short enough
         preflight(*asked)
     limit_memory(monkeypatch, there.total_bytes)  # weights count once

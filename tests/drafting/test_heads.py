@@ -175,7 +175,7 @@ def test_a_drafting_pass_over_all_of_the_text_is_the_targets_own(budget):
     """While the partial cache holds everything, the first level guesses every draw:
     at most a step per two tokens.
     """
-    target = tiny_target()
+    target = tiny_target(layers=2)
     params = SamplingParams(min_p=0, penalty=1.2, window=16)
     options = DraftOptions(tree=(1, 1), nodes=3, budget=budget, ngrams=0)
     steps = decode_steps(

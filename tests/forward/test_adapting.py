@@ -43,11 +43,11 @@ NOTHING = AttentionSpec()
         # Llama does no such thing
         ({"final_logit_softcapping": 30.0}, r"\(llama\) is not served exactly: logits differ"),
         (
-            {"layer_types": ["full_attention", "linear_attention"]},
+            {"layer_types": ["linear_attention"]},
             "layers of type linear_attention",
         ),
         (
-            {"layer_types": ["full_attention", "chunked_attention"]},
+            {"layer_types": ["chunked_attention"]},
             "layers of type chunked_attention",
         ),
         ({"kv_lora_rank": 8}, "latent attention"),
@@ -65,7 +65,7 @@ def test_refuses_what_it_would_compute_wrongly(checkpoint, tmp_path, changes, ma
 @pytest.mark.parametrize(
     ("name", "value", "dtype", "place"),
     [
-        ("model.layers.1.mlp.down_proj.weight", float("nan"), "float32", "model.layers.1"),
+        ("model.layers.0.mlp.down_proj.weight", float("nan"), "float32", "model.layers.0"),
         ("lm_head.weight", 60_000.0, "float16", "lm_head"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_quantised_model_is_decoded_as_it_is(quantised, checkpoint):
 def test_quantised_weights_count(quantised):
     network = load(quantised, device="cpu").target.model
     before = fingerprint_of(network), weights_hash(network)
-    layer = network.model.layers[1].mlp.up_proj
+    layer = network.model.layers[0].mlp.up_proj
     layer.weight[0, 0] += 1
     assert fingerprint_of(network) != before[0]
     layer.weight[0, 0] -= 1

@@ -29,10 +29,10 @@ from tswift.forward.text import prefill
 )
 def test_logits_are_those_of_the_stock_model(kind, attention, tolerance):
     text = random_prompt(700, 2)  # more than a chunk
-    stock = tiny_llama(kind, torch.float64, attention)
+    stock = tiny_llama(kind, torch.float64, attention, layers=2)
     with torch.inference_mode():
         expected = stock(torch.tensor([text])).logits[0]
-    target = tiny_target(kind)
+    target = tiny_target(kind, layers=2)
     kv = FullKV(target.kv_shape, 720)
     prefill(target, text[:600], kv)
     for at in range(600, 610):  # one by one
@@ -46,8 +46,8 @@ def test_logits_are_those_of_the_stock_model(kind, attention, tolerance):
 
 
 def test_a_tree_pass_gives_every_path_its_own_logits():
-    target = tiny_target()
-    stock = tiny_llama("gqa", torch.float64)
+    target = tiny_target(layers=2)
+    stock = tiny_llama("gqa", torch.float64, layers=2)
     text = random_prompt(40, 3)
     kv = FullKV(target.kv_shape, 60)
     prefill(target, text[:-1], kv)
@@ -83,7 +83,7 @@ def test_far_positions():
 
 
 def test_the_queries_of_a_pass_are_rotated_and_one_per_layer():
-    target = tiny_target("gqa")
+    target = tiny_target("gqa", layers=2)
     kv = FullKV(target.kv_shape, 40)
     last = prefill(target, random_prompt(12), kv)
     assert [tuple(query.shape) for query in last.queries] == [(4, 12, 8)] * 2
@@ -216,7 +216,7 @@ def test_what_a_layer_may_not_ask(monkeypatch, asked, match):
 
     monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", get_interface)
     with pytest.raises(UnsupportedModel, match=match):
-        probe_attention(tiny_llama("gqa", torch.float32))
+        probe_attention(tiny_llama("gqa", torch.float32, layers=2))
 
 
 def test_a_model_with_windows_does_not_replay():

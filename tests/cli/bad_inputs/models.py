@@ -196,7 +196,7 @@ CHANGES: dict[str, Change] = {
     "hidden_size 'abc'": config(hidden_size="abc"),
     "vocab_size 10^11": config(vocab_size=10**11),
     "num_hidden_layers 3": config(num_hidden_layers=3),
-    "layers of another type": config(layer_types=["full_attention", "linear_attention"]),
+    "layers of another type": config(layer_types=["linear_attention"]),
     "dtype 'float99'": config(dtype="float99"),
     "quantised by nobody": config(quantization_config={"quant_method": "nope"}),
     # generation_config.json
@@ -206,7 +206,7 @@ CHANGES: dict[str, Change] = {
     # weights
     "weights cut in the data": cut(WEIGHTS, -8),
     "weights of shape [2^40]": header(WEIGHTS, lambda about: about[_NORM].update(shape=[1 << 40])),
-    "a tensor missing": tensors(lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight")),
+    "a tensor missing": tensors(lambda weights: weights.pop("model.layers.0.mlp.up_proj.weight")),
     "all tensors by other names": tensors(
         lambda weights: [weights.update({f"x.{name}": weights.pop(name)}) for name in [*weights]]
     ),
