@@ -47,13 +47,14 @@ else:
     settings.register_profile(
         "dev", max_examples=20, deadline=None, derandomize=True, database=None
     )
+    settings.register_profile("usual", settings.get_profile("dev"), max_examples=10)
     settings.register_profile("ci", settings.get_profile("dev"), max_examples=50)
     # the first example that fails will do
     settings.register_profile(
         "planted", settings.get_profile("dev"), phases=(Phase.explicit, Phase.generate)
     )
     settings.register_profile("nightly", max_examples=300, deadline=None)
-    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 # Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
 if not torch.cuda.is_available():

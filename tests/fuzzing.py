@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 # of a property that takes long to look at
-few = settings(max_examples=settings().max_examples // 4)
+few = settings(max_examples=max(3, settings().max_examples // 4))
+many = settings(max_examples=15 * settings().max_examples)  # and of one that takes next to no time
 fuzzed = settings(deadline=5000)  # a reader that takes seconds for a small file hangs
 
 VALUES = st.sampled_from(

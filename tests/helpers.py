@@ -117,9 +117,7 @@ def tiny_llama(
 
 
 @functools.cache
-def tiny_target(
-    kind: str = "gqa", dtype: torch.dtype = torch.float64, layers: int = 1
-) -> Target:
+def tiny_target(kind: str = "gqa", dtype: torch.dtype = torch.float64, layers: int = 1) -> Target:
     return Target(tiny_llama(kind, dtype, layers=layers))
 
 
@@ -283,18 +281,10 @@ class ToyTarget:
         self.forwarded_nodes.append(len(tokens))
         if ancestors is None:
             ancestors = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        before = []
-        for node, position in enumerate(positions.tolist()):
-            parent = [
-                n
-                for n in ancestors[node].nonzero().flatten().tolist()
-                if positions[n] == position - 1
-            ]
-            committed = int(kv.buffers[0][0, 0, kv.length - 1, 0]) if kv.length else 0
-            before.append(int(tokens[parent[0]]) if parent else committed)
-        return Forwarded(
-            torch.stack([torch.tensor(before), tokens], dim=1), [torch.zeros(1, len(tokens), 1)]
-        )
+        parents = ancestors & (positions == positions[:, None] - 1)
+        committed = kv.buffers[0][0, 0, kv.length - 1, 0].long() if kv.length else 0
+        before = torch.where(parents.any(1), tokens[parents.long().argmax(1)], committed)
+        return Forwarded(torch.stack([before, tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
 
     def verify(self, *given):
         return None

@@ -34,6 +34,8 @@ from tswift.sampling.rule import Sampler
 
 PROMPT = "The ship had lain three days"
 LENGTH = 40
+# what drafts in ways of its own: trees of heads, beside others, chains, arms
+SOME = ("medusa", "tokenswift", "standalone", "auto")
 COUNTED = SamplingParams(min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.9, penalty=1.0)
 BOTH = replace(COUNTED, presence_penalty=1.5, frequency_penalty=0.4, penalty=1.2, window=16)
 REPEATED = SamplingParams(min_p=0.02, penalty=1.0, repetition_penalty=1.3)
@@ -100,7 +102,7 @@ def test_alone_it_is_the_contextual_penalty_without_an_end():
         assert params.folded() == params
 
 
-@pytest.mark.parametrize("params", first(3, [ALL_OF_THEM, REPEATED, BOTH, COUNTED, REWARDED]))
+@pytest.mark.parametrize("params", first(2, [ALL_OF_THEM, BOTH, REPEATED, COUNTED, REWARDED]))
 def test_all_methods_give_the_tokens_of_plain_decoding(model, params):
     wanted = written(model, "ar", params)
     if params.repetition_penalty == 1:
@@ -140,7 +142,7 @@ def test_no_end_comes_before_so_many_tokens(model):
     assert 21 < len(wanted) < LENGTH
     assert not {eos, 9} & {*wanted[:21]}
     assert wanted[-1] in (eos, 9)
-    for method in METHODS:
+    for method in SOME:
         assert written(model, method, late, stop_at_eos=True) == wanted, method
     assert wanted[:8] + written(model, "auto", late, stop_at_eos=True, written=wanted[:8]) == wanted
     prompt = model.encode(PROMPT)
@@ -165,7 +167,7 @@ def test_ends_that_are_ignored(model):
     wanted = written(model, "ar", likely, ignore_eos=True)
     assert len(wanted) == LENGTH
     assert wanted.count(eos) > 2
-    for method in METHODS:
+    for method in SOME:
         assert written(model, method, likely, ignore_eos=True) == wanted, method
     other = next(token for token in wanted[5:] if token != eos)
     stopped = written(model, "auto", replace(likely, stop_token_ids=(other,)), ignore_eos=True)

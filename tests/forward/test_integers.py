@@ -12,13 +12,14 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.forward.plain_products import fused, multiply_plainly, rounded
 from tests.forward.test_program import VOCAB, network
+from tests.fuzzing import many
 from tests.helpers import decode, decode_method, first, needs_program, random_tree, seeded
 from tswift.attention.native import Unbuilt, build
 from tswift.caches import FullKV
@@ -76,7 +77,7 @@ def rows_of(count: int, inputs: int) -> Tensor:
     half=st.booleans(),
     centre=st.sampled_from([0, 8, 128]),
 )
-@settings(max_examples=50, deadline=None)
+@many
 def test_codes_come_back_as_they_were_packed(outputs, blocks, block, bits, half, centre):
     codes = codes_of(outputs, blocks * block, bits, half, block, centre)
     layer = PackedLinear(codes)

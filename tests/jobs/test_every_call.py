@@ -24,8 +24,8 @@ from tswift.loading.model import load as real_load
 from tswift.options import changed
 
 LENGTH, LONGER = 12, 18
-# of the calls, every second one of those up to the first tokens, or all
-BEGINNING, ALL = range(1, 40, 2), range(1, 1000)
+# of the calls, every third one of those up to the first tokens, or all
+BEGINNING, ALL = range(1, 40, 3), range(1, 1000)
 
 
 @pytest.fixture

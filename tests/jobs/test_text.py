@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from recipes.corpus import train_tokenizer
+from tests.fuzzing import many
 from tswift.decoding.text import TextRules, TextStream
 
 EVERYTHING = TextRules(skip_special=False, include_end=True)  # every token is shown, and none ends
@@ -46,7 +47,7 @@ def text_of(tokenizer, tokens: list[int]) -> str:
     return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-@settings(max_examples=300, deadline=None)
+@many
 @given(st.data())
 def test_random_tokens_decode_as_a_whole(tokenizer, merging, data):
     used = data.draw(st.sampled_from([tokenizer, merging]))
@@ -75,7 +76,7 @@ def first_stop(tokenizer, tokens: list[int], stop: list[str]) -> tuple[int, str,
     return len(tokens), text_of(tokenizer, tokens), None
 
 
-@settings(max_examples=300, deadline=None)
+@many
 @given(st.data())
 def test_the_text_ends_before_the_first_stop_string(tokenizer, merging, data):
     """Across tokens, in the middle of one, where one begins a character;

@@ -9,9 +9,10 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import many
 from tests.helpers import CPU, needs_program, random_tree, seeded
 from tswift.decoding.drafter import DraftTree
 from tswift.sampling.parameters import SamplingParams
@@ -60,7 +61,7 @@ def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> to
     return logits.to(dtype)
 
 
-@settings(max_examples=400, deadline=None)
+@many
 @given(
     PARAMS,
     st.sampled_from(["flat", "usual", "peaked", "ties", "equal", "impossible"]),
@@ -154,7 +155,7 @@ def test_a_node_with_the_drawn_token_below_another_one_is_not_followed():
     assert (drawn[0], drawn[3]) == (4, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@many
 @given(PARAMS, st.integers(1, 16), st.integers(0, 10**6), st.booleans(), st.booleans())
 def test_candidates_are_those_of_pytorch(params, count, seed, noisy, one_row):
     vocab = 60
