@@ -7,8 +7,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tswift.attention.backends import why_not
-from tswift.caches import FullKV, KVBuffer, KVShape
+from tswift.caches import FullKV, KVBuffer, KVShape, States
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import Decoding
 from tswift.drafting.adaptive import AdaptiveDrafter
@@ -225,6 +227,49 @@ def decode(target, drafter, prompt, params, seed, length, stop=()) -> list[int]:
     return tokens_of(decode_steps(target, drafter, prompt, params, seed, length, stop))
 
 
+class Unwanted:
+    """Tokens that end a text, of which nobody can say whether one does: a decode fails by them."""
+
+    def __contains__(self, token: object) -> bool:
+        raise ArithmeticError
+
+
+def endings(begun: Callable[[], Decoding]) -> dict[str, Callable[[], object]]:
+    """Decodes that end in every way, by the way."""
+    return {
+        "not begun": begun,
+        "finished": lambda: [*begun().steps()],
+        "left": lambda: [*zip(range(9), begun().steps(), strict=False)],
+        "failed": lambda: [*begun().steps(Unwanted())],
+    }
+
+
+def outlived(monkeypatch, runs: dict[str, Callable[[], object]]) -> list[str]:
+    """What of the caches and states that runs made is alive after each,
+    without a collection of garbage.
+    """
+    made: list[weakref.ref] = []
+    for kind in (KVBuffer, States):
+        right = kind.__init__
+        monkeypatch.setattr(
+            kind,
+            "__init__",
+            lambda self, *given, right=right: made.append(weakref.ref(self)) or right(self, *given),
+        )
+    left = []
+    gc.disable()
+    try:
+        for name, run in runs.items():
+            with contextlib.suppress(ArithmeticError):
+                run()
+            assert made
+            left += [f"{name}: {type(each).__name__}" for ref in made if (each := ref())]
+            del made[:]
+    finally:
+        gc.enable()
+    return left
+
+
 def drafter_of(method: str, target: Target, options: DraftOptions) -> Drafter:
     if method == "medusa" and options.tree:
         # three heads draft three levels; tokenswift's first is the LM head's
@@ -351,4 +396,4 @@ def take_turns(drafter: AdaptiveDrafter):
     """Have each arm draft every so many steps, whatever it costs."""
     bandit = drafter.bandit
     arms = len(drafter.arms)
-    bandit.learn = lambda *given: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)
+    bandit.learn = lambda *given, **named: setattr(bandit, "chosen", (bandit.chosen + 1) % arms)

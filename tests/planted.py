@@ -50,6 +50,7 @@ LOOP, DEVICE, RULE = (
 GENERATE, STOPS = "test_custom_generate.py", "decoding/test_stops.py"
 CACHES, KERNEL, NATIVE = "test_caches.py", "attention/test_triton.py", "attention/test_native.py"
 CHUNKED = "attention/test_chunked.py"
+KEPT = "drafting/test_methods.py::test_no_cache_outlives_its_decode"
 BUILDING = "test_native_build.py"
 NETWORKS, TREES_OF = "speculators/test_networks.py", "drafting/test_networks.py"
 KV_DTYPE, PROGRAM = "forward/test_kv_dtype.py", "forward/test_program.py"
@@ -248,7 +249,7 @@ FAULTS = [
     Fault("a program's gates are another row's", "forward/cpu/program.c", PROGRAM,
           "*gate = mixed(run, row) + m->channels", "*gate = mixed(run, 0) + m->channels"),
     Fault("a program's states go on by what was forwarded first", "forward/cpu/program.py", RECURRENT,
-          "rows = mixed[:, list(nodes)]", "rows = mixed[:, : len(nodes)]"),
+          "accepted = mixed[:, list(nodes)]", "accepted = mixed[:, : len(nodes)]"),
     Fault("attention is let through by its queries", "forward/cpu/program.c", PROGRAM,
           "(2 * h + 1) * width", "2 * h * width"),
     Fault("a convolution reads the slots before", "forward/recurrent.py", RECURRENT,
@@ -694,9 +695,17 @@ FAULTS = [
     Fault("a GPU's costs are measured over few keys", "drafting/costs.py", "drafting/test_costs.py",
           '"cuda": (49_152,', '"cuda": (4_096,'),
     Fault("costs are of steps that accept nothing", "drafting/costs.py", "drafting/test_costs.py",
-          "tree.add(self._right.get(context.kv.length, ()), \"\")", "pass"),
+          "tree.add(self.right.get(context.kv.length, ()), \"\")", "pass"),
     Fault("arms are tried without a prospect", "drafting/adaptive.py", "drafting/test_adaptive.py",
-          "index == self._best or self._may_pay(index)", "True"),
+          "index == self._best or may_pay(index)", "True"),
+    Fault("auto's choice holds its drafter, and so every cache", "drafting/adaptive.py", KEPT,
+          "self.bandit = Bandit(len(self.arms), self.times)", "self.bandit = Bandit(len(self.arms), self.times)\n        self.bandit.asks = self.learn"),
+    Fault("a drafter's program holds the drafter", "drafting/networks.py", KEPT,
+          "own_self = weakref.proxy(self)", "own_self = self"),
+    Fault("what states go on by holds them", "forward/cpu/program.py", KEPT,
+          "states.replays = [partial(self._go_on, ", "states.replays = [partial(lambda held, *given: self._go_on(*given), states, "),
+    Fault("the trial of costs holds its cache", "drafting/costs.py", "drafting/test_costs.py",
+          "_begin(length)\n            for _ in range(_ACCEPTED)", "_begin(length)\n            self._draft.trial = self\n            for _ in range(_ACCEPTED)"),
     Fault("passes correct costs at once after a prompt", "drafting/adaptive.py", "drafting/test_adaptive.py",
           "if self._cold > 0:", "if False:"),
     Fault("heads are tried whatever a node costs", "drafting/heads.py", "drafting/test_adaptive.py",

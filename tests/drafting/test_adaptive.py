@@ -159,13 +159,14 @@ def test_what_slowed_passes_when_an_arm_was_tried_is_not_held_against_it():
 
 def test_no_trial_without_a_prospect_and_one_at_once_when_there_is_one():
     prospect = set()
-    bandit = Bandit(2, may_pay=prospect.__contains__)
+    bandit = Bandit(2)
+    may_pay = prospect.__contains__
     for _ in range(100):
-        bandit.learn(1, 1.0)
+        bandit.learn(1, 1.0, may_pay=may_pay)
         assert bandit.chosen == 0
     prospect.add(1)
     for _ in range(8):
-        bandit.learn(4 if bandit.chosen else 1, 1.0)
+        bandit.learn(4 if bandit.chosen else 1, 1.0, may_pay=may_pay)
     assert bandit.chosen == 1
 
 
@@ -330,7 +331,7 @@ def test_heads_among_other_arms_draft_on_the_device(monkeypatch):
     drafter = make_drafter("auto", target, tiny_heads(), DraftOptions(costs="nominal", nodes=12))
     assert isinstance(drafter, AdaptiveDrafter)
 
-    def choose(*given):  # every arm in turn
+    def choose(*given, **named):  # every arm in turn
         drafter.bandit.chosen = next(turn) // 2 % len(drafter.arms)
         drafter.bandit._unsettled = 7  # another one may be chosen after any step
 
@@ -375,8 +376,8 @@ def test_the_device_drafts_on_while_no_other_arm_is_due(monkeypatch):
     medusa = list(drafter.arms).index("medusa")
     settle = drafter.bandit._settle
 
-    def choose():
-        settle()
+    def choose(*given):
+        settle(*given)
         drafter.bandit._trial, drafter.bandit.chosen = 0, medusa
 
     monkeypatch.setattr(drafter.bandit, "_settle", choose)

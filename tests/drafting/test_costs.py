@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import read_json, tiny_heads, tiny_target
+from tests.helpers import outlived, read_json, tiny_heads, tiny_target
 from tswift.decoding import pass_costs
 from tswift.decoding.loop import HostStepper
 from tswift.decoding.pass_costs import NOMINAL
@@ -37,6 +37,12 @@ def test_more_keys_cost_more():
     assert found.level > 0
     assert found.seconds(8, 1000) >= found.seconds(8, 100)
     assert measure(tiny_target("gqa", torch.float32), None).level == 0
+
+
+def test_the_cache_that_was_read_goes_with_the_trial(monkeypatch):
+    """It may be of gigabytes on a GPU."""
+    target, heads = tiny_target(), tiny_heads()
+    assert not outlived(monkeypatch, {"measured": lambda: measure(target, heads)})
 
 
 def test_they_are_those_of_the_steps_that_a_decode_takes(monkeypatch):

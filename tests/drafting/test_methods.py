@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.drafters import VOCAB, load_own_head, qwen35
+from tests.drafting.test_networks import drafted
+from tests.forward.test_passes import static_target
 from tests.helpers import (
     METHODS,
+    NO_PROGRAM,
+    PLAIN,
+    endings,
     needs_program,
+    outlived,
+    random_prompt,
     refused,
     tiny_draft,
     tiny_heads,
@@ -19,11 +28,14 @@ from tests.helpers import (
 )
 from tswift.caches import POLICIES, KVShape
 from tswift.decoding.drafter import Drafter
+from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
 from tswift.drafting.methods import _filled, cache_slots, make_drafter, resolve, used, usual_nodes
 from tswift.drafting.options import FULL, KV, DraftOptions, find_method
+from tswift.forward.adapting import wrap_model
+from tswift.forward.target import Target
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LLAMA, QWEN_7B, MHA = 4, 7, 1  # query heads per KV head
@@ -218,3 +230,45 @@ def test_trees_that_pay():
     ):
         options = DraftOptions(tree="auto", gamma=gamma, nodes=nodes, recall=0, ngrams=0)
         assert make_drafter(method, tiny_target(), many, options).depth == depth
+
+
+# -------------------------------------------------------------------------------------------------
+# a text's caches go with it
+
+
+def recurrent_target(dtype: torch.dtype) -> Target:
+    target = wrap_model(
+        deepcopy(qwen35(dtype)), "recurrent", "native" if NO_PROGRAM is None else "sdpa"
+    )
+    load_own_head(target)
+    return target
+
+
+TARGETS = {
+    "on the host": tiny_target,
+    "on the device": static_target,
+    "with a drafter": lambda: drafted("dspark"),
+    "with recurrent layers": lambda: recurrent_target(torch.float64),
+    "with recurrent layers in C": lambda: recurrent_target(torch.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "method"),
+    [
+        *((where, method) for where in [*TARGETS][:2] for method in METHODS),
+        *(("with a drafter", method) for method in ("block", "auto")),
+        *((where, method) for where in [*TARGETS][3:] for method in ("ar", "mtp", "auto")),
+    ],
+)
+def test_no_cache_outlives_its_decode(where, method, monkeypatch):
+    target = TARGETS[where]()
+    alone = where.startswith("with")
+    models = (None, DraftOptions()) if alone else (tiny_heads(), DraftOptions(), tiny_draft())
+
+    def begun() -> Decoding:
+        drafter = make_drafter(method, target, *models)
+        return Decoding(target, random_prompt(40, vocab=VOCAB), PLAIN, 3, drafter, 60)
+
+    begun()  # what is made once stays
+    assert not outlived(monkeypatch, endings(begun))

@@ -120,23 +120,16 @@ class Bandit:
 
     Args:
         arms: how many; the first is plain decoding, with which it begins.
-        may_pay: whether a trial of an arm has any prospect now; it is asked when one is due.
         times: of passes.
 
     Attributes:
         chosen: the arm that takes the next step.
     """
 
-    def __init__(
-        self,
-        arms: int,
-        may_pay: Callable[[int], bool] = lambda arm: True,
-        times: PassTimes | None = None,
-    ) -> None:
+    def __init__(self, arms: int, times: PassTimes | None = None) -> None:
         self._times = times or PassTimes()
         self.arms = [Arm(self._times) for _ in range(arms)]
-        self._may_pay = may_pay
-        self._paid = [True] * arms  # what it said last
+        self._paid = [True] * arms  # whether each had a prospect when that was asked last
         self.chosen = 0
         self._best = 0
         self._trial = 0  # counted steps that are left of a trial
@@ -171,6 +164,7 @@ class Bandit:
         nodes: int = 1,
         passing: float = 0.0,
         count: int = 1,
+        may_pay: Callable[[int], bool] = lambda arm: True,
     ) -> None:
         """The chosen arm took a step; choose another one, if that is due.
 
@@ -182,6 +176,8 @@ class Bandit:
             nodes: of its pass.
             passing: seconds of that by the costs; 0 where it is part of the seconds.
             count: steps that it took; more than one only where they were :attr:`steady`.
+            may_pay: whether a trial of an arm has any prospect now. It is not kept: what it knows
+                of the decode would live as long as the bandit.
         """
         arm = self.arms[self.chosen]
         plain = self.arms[0]
@@ -200,16 +196,16 @@ class Bandit:
                 lost = min(lost, plain.step_s)
             else:
                 self._allowed -= overhead
-            self._continue(arm, lost)
+            self._continue(arm, lost, may_pay)
             return
         self._allowed += _LOST_SHARE * (seconds + overhead)
         if self._steps == _STEPS_BEFORE_TRIALS:
             self._allowed = _LOST_AT_FIRST * plain.step_s
         self._unsettled += count
         if self._unsettled >= _LEARNT_TOGETHER or self._steps == _STEPS_BEFORE_TRIALS:
-            self._settle()
+            self._settle(may_pay)
 
-    def _continue(self, arm: Arm, lost: float) -> None:
+    def _continue(self, arm: Arm, lost: float, may_pay: Callable[[int], bool]) -> None:
         """Account for a step of a trial, and end it where that is due."""
         self._lost += lost
         self._allowed -= lost
@@ -223,9 +219,9 @@ class Bandit:
         ):
             self._trial = 0
             arm.failures += 1
-            self._settle()
+            self._settle(may_pay)
 
-    def _settle(self) -> None:
+    def _settle(self, may_pay: Callable[[int], bool]) -> None:
         """Choose the fastest arm, or a trial of one that has waited long enough and may lose as
         much as it would.
         """
@@ -239,7 +235,7 @@ class Bandit:
         self.chosen = self._best
         for index, arm in enumerate(self.arms):
             paid = self._paid[index]
-            self._paid[index] = index == self._best or self._may_pay(index)
+            self._paid[index] = index == self._best or may_pay(index)
             if index == self._best or not self._paid[index]:
                 continue
             if not arm.rate:
@@ -286,9 +282,8 @@ class AdaptiveDrafter(Drafter):
     def __post_init__(self) -> None:
         self._names = list(self.arms)
         self._drafters = list(self.arms.values())
-        self.bandit = Bandit(len(self.arms), self._may_pay, self.times)
+        self.bandit = Bandit(len(self.arms), self.times)
         self._drafted: int | None = None  # the arm that drafted last
-        self._context: Context | None = None
         # what the bandit does not know yet: steps, and the text's length before them; seconds of
         # drafts, of what they took beforehand to catch up, and of passes
         self._steps = self._length = 0
@@ -299,10 +294,6 @@ class AdaptiveDrafter(Drafter):
         # the arm that drafts on the device, and nodes of its tree
         self._on_device: Drafter | None = None
         self._device_nodes = 0
-
-    def _may_pay(self, arm: int) -> bool:
-        assert self._context is not None
-        return self._drafters[arm].may_pay(self.times.costs, self._context)
 
     def on_device(self, state: DeviceState) -> DeviceDraft | None:
         """As :meth:`Drafter.on_device`: that of the first arm that has one."""
@@ -371,24 +362,27 @@ class AdaptiveDrafter(Drafter):
             return
         self._passed += time.perf_counter() - self._passing
         self._steps += 1
-        self._context = context
         drafter = self._drafters[self._drafted]
         drafter.learn(context)
         if self.bandit.steady and self._steps < _LEARNT_TOGETHER:
             return
         count = self._steps
         tokens = len(context.text) - self._length
+        costs, seconds, passing = self.times.costs, self._drafting, 0.0
         if self.clock and (
             self.times_whole_steps or drafter is self._on_device
         ):  # the draft included
-            self.bandit.learn(tokens, self._drafting + self._passed, self._overhead, count=count)
+            seconds += self._passed
         else:
-            passing = count * self.times.costs.seconds(self._nodes, self._keys)
+            passing = count * costs.seconds(self._nodes, self._keys)
             if self._cold > 0:
                 self._cold -= count
             else:
                 self.times.learn(self._nodes, passing, self._passed, count)
-            self.bandit.learn(tokens, self._drafting, self._overhead, self._nodes, passing, count)
+        self.bandit.learn(
+            *(tokens, seconds, self._overhead, self._nodes, passing, count),
+            may_pay=lambda arm: self._drafters[arm].may_pay(costs, context),
+        )
         self._steps = 0
         self._length = len(context.text)
         self._drafting = self._overhead = self._passed = 0.0

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import accumulate
@@ -131,16 +131,38 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
     return PassCosts(sizes, *rising, best.get(_LEVEL, 0.0), spread)
 
 
-class _Trial(Drafter):
+@dataclass
+class _Draft(Drafter):
+    """Drafts the text as it goes on, then other tokens: a tree of the size that is timed.
+
+    It is no part of the trial, whose stepper holds it: a cycle would keep the cache.
+    """
+
+    vocab_size: int = 0
+    nodes: int = 1
+    right: dict[int, list[int]] = field(
+        default_factory=dict
+    )  # by the text's length, how it goes on
+
+    def propose(self, context: Context, wanted: int) -> DraftTree:
+        """As :meth:`Drafter.propose`."""
+        tree = DraftTree(context.text[-1], self.nodes)
+        tree.add(self.right.get(context.kv.length, ()), "")
+        for token in range(self.vocab_size):
+            tree.grow(0, token, "")
+            if tree.full:
+                break
+        return tree
+
+
+class _Trial:
     """A decode that takes the same steps again and again,
     with draft trees of as many nodes as are wanted.
     """
 
     def __init__(self, target: Target, lengths: Sequence[int], most: int) -> None:
-        super().__init__(depth=_ACCEPTED, limit=most)
         self._target = target
-        self._nodes = 1
-        self._right: dict[int, list[int]] = {}  # by the text's length, how it goes on
+        self._draft = _Draft(depth=_ACCEPTED, limit=most, vocab_size=target.vocab_size)
         self._kv = FullKV(target.kv_shape, max(lengths) + NODES[-1])
         for buffer in self._kv.buffers:
             buffer.zero_()
@@ -150,22 +172,12 @@ class _Trial(Drafter):
             self._samplers[length] = Sampler(SamplingParams(), 0, target.vocab_size, target.device)
             self._samplers[length].extend([0] * (length + 1))
         self._context = Context([0], self._samplers[lengths[0]].copy(), self._kv)
-        self._stepper = stepper_for(target, self._context, self)
+        self._stepper = stepper_for(target, self._context, self._draft)
         for length in lengths:
             self._begin(length)
             for _ in range(_ACCEPTED):
                 self._stepper.step(1)
-            self._right[length] = self._context.text[length + 1 :]
-
-    def propose(self, context: Context, wanted: int) -> DraftTree:
-        """A tree of the size that is timed: the text as it goes on, then other tokens."""
-        tree = DraftTree(context.text[-1], self._nodes)
-        tree.add(self._right.get(context.kv.length, ()), "")
-        for token in range(self._target.vocab_size):
-            tree.grow(0, token, "")
-            if tree.full:
-                break
-        return tree
+            self._draft.right[length] = self._context.text[length + 1 :]
 
     def step_s(self, nodes: int, length: int) -> float:
         """Seconds of a step over so many nodes, after a text of that length.
@@ -173,7 +185,7 @@ class _Trial(Drafter):
         Quick steps are taken some times: in a text, too, each finds the processor's caches as one
         like it left them.
         """
-        self._nodes = nodes
+        self._draft.nodes = nodes
         spent = 0.0
         for _ in range(_IN_A_ROW):
             self._begin(length)

@@ -5,6 +5,7 @@ which read states of the target.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import isfinite
@@ -174,7 +175,9 @@ class NetworkSource(Source):
             use_kernels(context.sampler, self._target.dtype, self._width)
             # where the target's passes are not replayed, graphs are not trusted, or there is no use
             # for them
-            self._run = self._target.capture(self._round) if self._target.replays else self._round
+            own_self = weakref.proxy(self)  # or it would hold itself, and both caches, for long
+            run = lambda: own_self._round()  # noqa: E731
+            self._run = self._target.capture(run) if self._target.replays else run
         began = time.perf_counter()
         self._found = self._run()
         self._seconds = time.perf_counter() - began

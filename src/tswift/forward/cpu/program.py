@@ -304,22 +304,20 @@ class PassProgram:
             run.rows_after, run.matrices_after = (each.data_ptr() for each in states.ahead)
         run.kept = *run.kept, mixed
         states.chain = run.nodes if chain else 0
-        states.replays = [partial(self._go_on, states, mixed)]
+        states.replays = [partial(self._go_on, states.rows, states.matrices, mixed)]
 
-    def _go_on(self, states: States, mixed: Tensor, nodes: Sequence[int]) -> None:
+    def _go_on(self, rows: Tensor, matrices: Tensor, mixed: Tensor, nodes: Sequence[int]) -> None:
         """Step all states by accepted nodes of a pass, given its products."""
         if len(mixed) < self._mixed[0]:
             raise ValueError("a long chain is committed as a whole")
-        rows = mixed[:, list(nodes)]
-        own = states.rows.data_ptr()
-        matrices = states.matrices.data_ptr()
+        accepted = mixed[:, list(nodes)]
         run = C.Pass(
-            mixed=rows.data_ptr(),
-            by_recurrent=rows.stride(0),
-            rows=own,
-            rows_after=own,
-            matrices=matrices,
-            matrices_after=matrices,
+            mixed=accepted.data_ptr(),
+            by_recurrent=accepted.stride(0),
+            rows=rows.data_ptr(),
+            rows_after=rows.data_ptr(),
+            matrices=matrices.data_ptr(),
+            matrices_after=matrices.data_ptr(),
             nodes=len(nodes),
         )
         self._make_room(run)
