@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -306,6 +307,38 @@ def test_a_compiler_that_takes_its_time_is_waited_for_and_then_done_without(monk
     with pytest.raises(Unbuilt, match=r"^was not compiled within .* a machine that is busy$"):
         build(source, "ANSWER=43", options=("-O1",))
     assert (source.parent / "tries").read_text() == "\n"  # not again without the options
+
+
+# a compiler whose assembler finds the disk of some folder full
+FULL = """sh -c 'case "$*" in *{}*)
+  echo "cc7.s: Assembler messages:" >&2
+  echo "cc7.s: Fatal error: made.o: No space left on device" >&2
+  echo >> tries; exit 1
+esac; exec cc "$@"' cc"""
+
+
+def test_where_the_disk_of_the_cache_is_full_temporary_files_serve(monkeypatch, tmp_path, source):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CC", FULL.format("cache/tswift"))
+    assert again(source, "ANSWER=42") == 42
+    assert not [*(tmp_path / "temporary").iterdir()]
+    assert (tmp_path / "tries").read_text() == "\n"
+    monkeypatch.setenv("CC", FULL.format("made.o"))
+    native_build._attempted.cache_clear()
+    with pytest.raises(Unbuilt) as caught:
+        build(source, "ANSWER=42", options=("-O1",))
+    folder = tmp_path / "cache" / "tswift"
+    assert str(caught.value) == f"cannot be compiled: No space left on device ({folder})"
+    assert (tmp_path / "tries").read_text() == 3 * "\n"  # not again without the options
+
+
+def test_where_no_file_can_be_made_it_is_told_why(monkeypatch, source):
+    def full(**named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(Unbuilt, match=r"^cannot be compiled: No space left on device \("):
+        build(source, "ANSWER=42")
 
 
 def test_options_that_the_compiler_refuses_are_left_out(source):

@@ -13,6 +13,7 @@ import tswift
 from tests.helpers import needs_program, refused
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import remembered
+from tswift.errors import SlowWarning
 from tswift.forward import adapting, exact_passes
 from tswift.loading import model as loading
 from tswift.stages import listening
@@ -80,9 +81,11 @@ def test_what_it_depends_on(change, model, tmp_path, monkeypatch):
 def test_a_broken_file_is_as_none(model, kept):
     stages(model)
     (file,) = kept.iterdir()
-    for content in ("{", "[]", '{"logits": 1}'):
+    for content in ("{", "[]", '{"logits": 1}', "[" * 100_000, '{"x": ' + "9" * 5000 + "}"):
         file.write_text(content)
-        assert len(stages(model)[0]) == 2
+        with pytest.warns(SlowWarning, match=r"\.json is broken: it is made anew$") as told:
+            assert len(stages(model)[0]) == 2
+        assert len(told) == 1
 
 
 def test_what_failed_is_tried_again(model, kept, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -40,6 +41,7 @@ _DOTS = "-march=armv8.2-a+dotprod"
 # What a library uses of libc and libm is in every process with PyTorch. Zig, which has them as
 # sources, would take four seconds to make them anew. What is missing shows when it is loaded.
 _LINKED = ("-shared", *(() if sys.platform == "darwin" else ("-nostdlib", "-Wl,-z,now")))
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 # seconds that a compiler is waited for before that is told, and after
 _QUIET, _PATIENCE = 30, 600
 # Zig's compiler: with the headers and for the processors that are named, whatever is here; it
@@ -60,8 +62,8 @@ class Unbuilt(Exception):
     """Why there is no library, in one line that goes on after what it is for."""
 
 
-class _Outlasted(Unbuilt):
-    pass
+class _Final(Unbuilt):
+    """What other options would not mend."""
 
 
 def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.CDLL:
@@ -70,8 +72,8 @@ def build(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ctypes.
 
     ``defined`` are macros, as ``NAME=value``. If the compiler refuses the other options, as GCC 7
     does those for AVX-512, it is compiled without. What was compiled is kept in
-    :func:`cache_folder`. Where there is none, it is compiled anew in every process. What failed is
-    not tried again in the same process.
+    :func:`cache_folder`. Where there is none, or no room in it, it is compiled among temporary
+    files, anew in every process. What failed is not tried again in the same process.
 
     Raises:
         Unbuilt: there is no compiler, or it fails; or the processor cannot run the library.
@@ -88,7 +90,7 @@ def _attempted(source: Path, *defined: str, options: tuple[str, ...] = ()) -> ct
     try:
         return _built(source, *defined, options=options)
     except Unbuilt as error:
-        retried = options and not isinstance(error, _Outlasted)
+        retried = options and not isinstance(error, _Final)
         return _attempted(source, *defined) if retried else str(error)
 
 
@@ -100,20 +102,27 @@ def _built(source: Path, *defined: str, options: tuple[str, ...]) -> ctypes.CDLL
     library = _load(file) if file else None
     if library is not None:
         return library
-    try:
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            compiled, made = (Path(folder) / name for name in ("made.o", "made.so"))
-            tell(f"compiling {source.name}")
-            _compile([*command, "-c", str(source), "-o", str(compiled)])
-            _compile([*_compiler(), *_LINKED, str(compiled), "-o", str(made)])
-            library = ctypes.CDLL(str(made))
-            if file:
-                _keep(made, file)
-    except OSError as error:
-        raise Unbuilt(
-            f"fails: what the C compiler made does not load ({_first_line(str(error))})"
-        ) from error
-    return library
+    tell(f"compiling {source.name}")
+    full: OSError | None = None
+    for place in dict.fromkeys((cache, None)):
+        try:
+            with tempfile.TemporaryDirectory(dir=place) as folder:
+                compiled, made = (Path(folder) / name for name in ("made.o", "made.so"))
+                _compile([*command, "-c", str(source), "-o", str(compiled)])
+                _compile([*_compiler(), *_LINKED, str(compiled), "-o", str(made)])
+                library = ctypes.CDLL(str(made))
+                if file:
+                    _keep(made, file)
+                return library
+        except OSError as error:
+            if error.errno in _FULL:
+                full = error
+            elif full is None:
+                raise Unbuilt(
+                    f"fails: what the C compiler made does not load ({_first_line(str(error))})"
+                ) from error
+    assert full is not None
+    raise _Final(f"cannot be compiled: {full.strerror} ({cache or tempfile.gettempdir()})")
 
 
 def compiler_command(*defined: str, options: tuple[str, ...] = ()) -> list[str]:
@@ -231,13 +240,16 @@ def _compiler() -> list[str]:
 
 
 def _compile(command: list[str]) -> None:
-    """Run a compiler, whose last word is the file that it makes; Zig's makes others beside it."""
+    """Run a compiler, whose last word is the file that it makes; others are made beside it.
+
+    OSError where there is no room for them.
+    """
     beside = str(Path(command[-1]).parent)
-    caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), beside)
+    folders = dict.fromkeys(("TMPDIR", "ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), beside)
     try:
         compiler = subprocess.Popen(
             command,
-            env={**os.environ, **caches},
+            env={**os.environ, **folders, "LC_ALL": "C"},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -252,6 +264,9 @@ def _compile(command: list[str]) -> None:
             compiler.kill()
             raise
     if compiler.returncode:
+        for number in _FULL:
+            if os.strerror(number) in said:
+                raise OSError(number, os.strerror(number))
         raise Unbuilt(f"needs another C compiler: {_first_line(said)}")
 
 
@@ -267,9 +282,7 @@ def _waited_for(compiler: subprocess.Popen[str]) -> str:
     )
     with contextlib.suppress(subprocess.TimeoutExpired):
         return compiler.communicate(timeout=_PATIENCE)[1]
-    raise _Outlasted(
-        f"was not compiled within {_PATIENCE // 60} minutes, as on a machine that is busy"
-    )
+    raise _Final(f"was not compiled within {_PATIENCE // 60} minutes, as on a machine that is busy")
 
 
 def _first_line(text: str) -> str:

@@ -12,21 +12,53 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
 
 import tswift
+from tswift.errors import Object, SlowWarning
 from tswift.files import cache_folder, put
 from tswift.machine import processor
 
 _FOLDER = "checks"  # in the cache folder
 # which libraries read
 _SETTINGS = ("ATEN_", "DNNL_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TRITON_")
+T = TypeVar("T")
+
+
+def recalled(file: Path | None, made: Callable[[Object], T | None]) -> T | None:
+    """What is ``made`` of the object in a file of the cache; None where there is no such file.
+
+    Of one that holds something else a line is told, and it is removed: what it was to hold is found
+    anew.
+    """
+    with suppress(OSError):
+        if file is None:
+            return None
+        content = file.read_bytes()
+        with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            if (known := made(json.loads(content))) is not None:
+                return known
+        warnings.warn(f"{file} is broken: it is made anew", SlowWarning, stacklevel=2)
+        file.unlink()
+    return None
+
+
+def remember(file: Path | None, known: Object) -> None:
+    """Keep an object in a file of the cache, if there is a place and room for it."""
+    with suppress(OSError):
+        if file is None:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        put(file, lambda beside: beside.write_text(json.dumps(known)))
 
 
 class Checks:
@@ -45,23 +77,18 @@ class Checks:
 
     def found(self, what: str) -> str | None:
         """What a check found; None if it has to be made."""
-        value = self._known().get(what)
-        return value if isinstance(value, str) else None
+        return self._known().get(what)
 
     def keep(self, what: str, value: str) -> None:
         """Remember it, if there is a place for it."""
-        if self._file is None:
-            return
-        known = json.dumps({**self._known(), what: value})
-        with suppress(OSError):
-            self._file.parent.mkdir(exist_ok=True)
-            put(self._file, lambda beside: beside.write_text(known))
+        remember(self._file, {**self._known(), what: value})
 
-    def _known(self) -> dict[str, object]:
-        with suppress(OSError, ValueError):
-            known = json.loads(self._file.read_text()) if self._file is not None else None
-            return known if isinstance(known, dict) else {}
-        return {}
+    def _known(self) -> dict[str, str]:
+        return recalled(self._file, _texts) or {}
+
+
+def _texts(known: Object) -> dict[str, str] | None:
+    return known if all(isinstance(value, str) for value in known.values()) else None
 
 
 NO_CHECKS = Checks()

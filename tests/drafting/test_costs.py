@@ -4,6 +4,7 @@ something else.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,8 +17,28 @@ from tswift.decoding.loop import HostStepper
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting import costs
 from tswift.drafting.costs import costs_of, folder, measure
+from tswift.errors import SlowWarning
 
-NEGATIVE = '{"nodes": [1, 2], "base": [1, -1], "per_key": [0, 0], "level": 0}'
+SOUND = {"nodes": [1, 2], "base": [1e-3, 2e-3], "per_key": [0, 1e-8], "level": 0}
+LONG = int("9" * 400)
+BROKEN = {
+    **dict.fromkeys(("", "{}", "[1]", "[" * 100_000, "null", '"nodes"', "\udcff")),
+    "falling": {"base": [2e-3, 1e-3]},
+    "keys falling": {"per_key": [1e-8, 0]},
+    "negative": {"base": [1, -1]},
+    "none": {"base": [0, 0]},
+    "denormal": {"base": [5e-324, 5e-324]},
+    **{f"400 digits of {name}": {name: [1, LONG]} for name in ("nodes", "base", "per_key")},
+    "400 digits of a level": {"level": LONG},
+    "not a number": {"base": [float("nan"), float("nan")]},
+    "infinite": {"level": float("inf")},
+    "words": {"base": ["1", "2"]},
+    "no list": {"base": 3},
+    "parts of nodes": {"nodes": [1, 1.5]},
+    "another length": {"nodes": [1, 2, 3]},
+    "one": {"nodes": [1], "base": [1], "per_key": [0]},
+    "lists": {"level": [1]},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -152,11 +173,16 @@ def test_what_is_broken_is_measured_anew(monkeypatch):
     found = costs_of(target, None)
     monkeypatch.setattr(costs, "measure", lambda *given: found)
     (file,) = folder().iterdir()
-    for broken in ("", "{}", "[1]", NEGATIVE):
-        file.write_text(broken)
+    for name, change in BROKEN.items():
+        content = name if change is None else json.dumps(SOUND | change)
+        file.write_text(content, errors="surrogateescape")
         costs._here.clear()  # as another process finds it
-        assert costs_of(target, None) is found, broken
+        with pytest.warns(SlowWarning, match=r"\.json is broken: it is made anew$"):
+            assert costs_of(target, None) is found, name
         assert read_json(file)["nodes"] == [*costs.NODES]
+    file.write_text(json.dumps(SOUND))
+    costs._here.clear()
+    assert costs_of(target, None).base == (1e-3, 2e-3)
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):

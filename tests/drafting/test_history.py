@@ -27,7 +27,6 @@ from tests.helpers import (
 from tswift.decoding.drafter import Drafter, DraftTree
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL
-from tswift.drafting import methods
 from tswift.drafting.dynamic_tree import (
     AcceptanceEstimator,
     CandidateTree,
@@ -39,6 +38,7 @@ from tswift.drafting.methods import resolve
 from tswift.drafting.ngrams import NgramTable, ReuseSource
 from tswift.drafting.options import DraftOptions
 from tswift.forward.passes import Forwarded
+from tswift.native_build import Unbuilt
 from tswift.sampling.parameters import SamplingParams, warp
 from tswift.sampling.rule import Sampler
 
@@ -65,10 +65,16 @@ def test_a_text_takes_what_is_said(vocab, bytes_of_one):
     assert held == LogitHistory.bytes_for(2048, vocab, 64)
 
 
-def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch):
+@pytest.mark.parametrize("program", ["build", "library"])
+def test_without_a_compiler_nothing_is_recalled_and_asking_for_it_is_refused(monkeypatch, program):
+    """Nor without the program that ranks what is recalled."""
     target = tiny_target()
     assert resolve("recall", target, None, DraftOptions()).recall == 64
-    monkeypatch.setattr(methods, "unbuilt", lambda: "no cc")
+
+    def missing(*given):
+        raise Unbuilt("no cc")
+
+    monkeypatch.setattr(f"tswift.drafting.history.{program}", missing)
     assert resolve("auto", target, None, DraftOptions()).recall == 0
     for name, options in (("auto", DraftOptions(recall=8)), ("recall", DraftOptions())):
         with refused(r"^recall: .*no cc"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from functools import cached_property
 
 # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
 STEADY = 1.18
+LEAST, _LONGEST = 1e-9, 1e9  # seconds of a step
+_MOST_NODES = 1 << 20
 # share of plain decoding's time that drafts save at best, above which they are worth a trial
 WORTH_A_TRIAL = 1 / 6
 
@@ -34,8 +35,11 @@ class PassCosts:
             len(self.nodes) == len(self.base) == len(self.per_key) > 1
             and self.nodes[0] == 1
             and list(self.nodes) == sorted(set(self.nodes))
-            and all(0 <= figure < math.inf for figure in (*self.base, *self.per_key, self.level))
-            and all(figure > 0 for figure in self.base)
+            and all(type(size) is int and size <= _MOST_NODES for size in self.nodes)
+            and all(0 <= figure <= _LONGEST for figure in (*self.per_key, self.level))
+            and all(LEAST <= figure <= _LONGEST for figure in self.base)
+            # or what they are extrapolated to would be no time
+            and all([*each] == sorted(each) for each in (self.base, self.per_key))
         )
 
     @property

@@ -8,7 +8,6 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -22,15 +21,17 @@ import tswift
 from tswift.caches import FullKV
 from tswift.decoding.drafter import Context, Drafter, DraftTree
 from tswift.decoding.loop import stepper_for
-from tswift.decoding.pass_costs import NOMINAL, PassCosts
+from tswift.decoding.pass_costs import LEAST, NOMINAL, PassCosts
 from tswift.drafting.dynamic_tree import AcceptanceEstimator, CandidateTree
 from tswift.drafting.heads import WIDTH, HeadTreeSource
-from tswift.files import cache_folder, put
+from tswift.errors import Object
+from tswift.files import cache_folder
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.target import Target
 from tswift.machine import available_bytes, gpu_name
 from tswift.models.codes import read_bytes
 from tswift.models.hashes import config_hash
+from tswift.remembered import recalled, remember
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NoTokenLeft, Sampler
 from tswift.speculators.heads import Heads
@@ -65,12 +66,12 @@ def costs_of(target: Target, heads: Heads | None, again: bool = False) -> PassCo
     place = folder()
     key = _key(target, heads)
     file = place / f"{key}.json" if place else None
-    costs = None if again else _here.get((place, key)) or (_read(file) if file else None)
+    costs = None if again else _here.get((place, key)) or recalled(file, _costs)
     if costs is None:
         tell("measuring what its steps cost here")
         costs = measure(target, heads)
-        if file and not costs.busy:
-            _write(file, costs)
+        if not costs.busy:
+            remember(file, asdict(costs))
     _here[place, key] = costs
     return costs
 
@@ -124,7 +125,7 @@ def measure(target: Target, heads: Heads | None) -> PassCosts:
         far = best[size, lengths[1]]
         slope = max(far - short, 0.0) / (lengths[1] - lengths[0])
         per_key.append(slope)
-        base.append(max(short - slope * lengths[0], 1e-9))
+        base.append(max(short - slope * lengths[0], LEAST))
     spread = median(median(each) / min(each) for each in times.values())
     # more nodes cost no less, whatever a busy machine says
     rising = tuple(accumulate(base, max)), tuple(accumulate(per_key, max))
@@ -240,18 +241,7 @@ def _key(target: Target, heads: Heads | None) -> str:
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _read(file: Path) -> PassCosts | None:
-    try:
-        known = json.loads(file.read_text())
-        costs = PassCosts(
-            tuple(known["nodes"]), tuple(known["base"]), tuple(known["per_key"]), known["level"]
-        )
-        return costs if costs.sound else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # measured anew
-
-
-def _write(file: Path, costs: PassCosts) -> None:
-    with suppress(OSError):  # it is measured anew the next time, then
-        file.parent.mkdir(parents=True, exist_ok=True)
-        put(file, lambda beside: beside.write_text(json.dumps(asdict(costs))))
+def _costs(known: Object) -> PassCosts | None:
+    nodes, base, per_key = (tuple(known[name]) for name in ("nodes", "base", "per_key"))
+    costs = PassCosts(nodes, base, per_key, known["level"])
+    return costs if costs.sound else None

@@ -35,7 +35,7 @@ from tswift.forward.target import Target
 from tswift.native_build import Unbuilt, build, structures
 from tswift.sampling.parameters import LogitBias, bias, constants
 from tswift.sampling.rule import Sampler, seed_stream
-from tswift.sampling.sampler_c import CSampler
+from tswift.sampling.sampler_c import CSampler, library
 
 _SOURCE = Path(__file__).with_name("history.c")
 _C = structures(_SOURCE)
@@ -64,6 +64,7 @@ def unbuilt() -> str | None:
     """Why a text cannot be recalled on this machine; None if it can."""
     try:
         build(_SOURCE)
+        library()
     except Unbuilt as error:
         return str(error)
     return None

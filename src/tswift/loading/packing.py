@@ -310,7 +310,7 @@ def _read_kept(path: Path) -> dict[str, PackedCodes]:
             return {
                 name: PackedCodes.kept(file.get_tensor(name), form) for name, form in forms.items()
             }
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError):
         return {}
 
 

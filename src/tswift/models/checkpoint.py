@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from tswift.errors import (
     MAX_RECORD,
     InputError,
+    SlowWarning,
     close_name,
     did_you_mean,
     find_path,
@@ -95,7 +96,7 @@ def _reachable() -> bool:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Keep warnings and transformers' progress bars off stderr;
+    """Keep others' warnings and transformers' progress bars off stderr;
     what matters of them is checked here.
     """
     verbosity = transformers_logging.get_verbosity()
@@ -104,7 +105,11 @@ def silence() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
+            asked = (how for how, _, kind, *_ in warnings.filters if issubclass(SlowWarning, kind))
+            ours = next(asked, "")
             warnings.simplefilter("ignore")
+            if ours != "ignore":
+                warnings.simplefilter("always", SlowWarning)
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)

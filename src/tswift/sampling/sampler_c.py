@@ -66,6 +66,12 @@ class _Rows:
         self.parents_address = ctypes.addressof(self.parents)
 
 
+def library() -> ctypes.CDLL:
+    """The compiled rule; raises :class:`Unbuilt` where there is none."""
+    parallel_region()
+    return build(_SOURCE, options=widest_vectors())
+
+
 class CSampler:
     """The sampling rule for parameters and a seed; logits are float32 or bfloat16, on the CPU.
 
@@ -79,10 +85,10 @@ class CSampler:
     def __init__(
         self, params: SamplingParams, stream: int, vocab_size: int, prompt: int = 0
     ) -> None:
-        library = build(_SOURCE, options=widest_vectors())
-        self._run = library.tswift_rank
-        self._follow = library.tswift_follow
-        self._verify = library.tswift_verify
+        program = library()
+        self._run = program.tswift_rank
+        self._follow = program.tswift_follow
+        self._verify = program.tswift_verify
         for function, given in ((self._follow, 2), (self._verify, 3)):
             function.argtypes = (ctypes.c_void_p,) * given
             function.restype = ctypes.c_int64

@@ -52,6 +52,7 @@ def library() -> ctypes.CDLL:
     Raises:
         Unbuilt: there is none here; it says why.
     """
+    parallel_region()
     intel = processor().get("vendor_id") == "GenuineIntel"
     built = build(_SOURCE, *([_AHEAD_ON_INTEL] if intel else []), options=widest_vectors())
     for function in (built.tswift_block, built.tswift_lanes, built.tswift_space):

@@ -21,6 +21,7 @@ _COLUMNS = 64  # as in recurrence.c
 def recurrence_library() -> ctypes.CDLL | None:
     """The compiled recurrence; None if there is none here."""
     try:
+        parallel_region()
         return build(Path(__file__).with_name("recurrence.c"), options=widest_vectors())
     except Unbuilt:
         return None
