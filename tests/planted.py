@@ -738,6 +738,8 @@ FAULTS = [
           "if step.drafted is not None:", "if False:"),
     Fault("a step does not say what it drafted", "decoding/loop.py", "decoding/test_stats.py",
           "max(tree.depths) if self._drafter.varies else None", "None"),
+    Fault("what a killed training left of a save is in the way of the next", "training/run.py", "training/test_run.py",
+          "shutil.rmtree(made, ignore_errors=True)\n                made.mkdir()", "made.mkdir()"),
     Fault("evaluation comes on top of the minutes", "training/run.py", "training/test_run.py",
           "- 2 * self._record.get(EVALUATING, 0.0)", ""),
     Fault("weights in a cache are read from memory", "benchmarking/roofline.py", "benchmarking/test_roofline.py::test_rates_are_those_of_what_a_pass_reads_and_multiplies",

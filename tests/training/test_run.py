@@ -27,7 +27,7 @@ from tests.training.tiny import Tiny
 from tests.words import words_of
 from tswift.cli import main
 from tswift.errors import DecodeError, InputError
-from tswift.files import LOCK
+from tswift.files import LOCK, NEW
 from tswift.tables import Reporter
 from tswift.training import run as module
 from tswift.training.config import HeadsConfig
@@ -305,8 +305,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_followed(out, tmp_path, name)
 def test_a_link_is_not_written_through_and_a_second_process_is_refused(out, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
-    for name in (CHECKPOINT, HEADS):
-        (out / f"{name}.new").symlink_to(precious)
+    (out / NEW).symlink_to(precious)
     with TrainFolder(out).locked(), refused(r"^resume: another process is training in "):
         resume(out)
     assert resume(out).after is not None
@@ -420,6 +419,16 @@ def test_a_full_disk(folder, kept):
         ):
             attempt()
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+
+
+def test_what_a_killed_process_left_of_a_save_goes_with_the_next(folder):
+    """safetensors writes beside what it is to write, by another name."""
+    before = {path.name for path in folder.path.iterdir()}
+    (folder.path / NEW).mkdir()
+    (folder.path / NEW / ".tmpk5wO2B").write_bytes(b"a part")
+    folder.write(HEADS, Path.touch)
+    save(folder)
+    assert {path.name for path in folder.path.iterdir()} == {*before, HEADS, CHECKPOINT}
 
 
 def test_names_and_folders_that_cannot_be(tmp_path, folder):

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
-from tswift.files import Lock, lock_folder, open_own, status_of_regular_file, write_whole
+from tswift.files import NEW, Lock, lock_folder, open_own, status_of_regular_file, write_whole
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, default_path, read_own
 from tswift.jobs.job import Signals, Stopped
 from tswift.loading.model import load
@@ -444,21 +444,27 @@ class TrainFolder:
             write_whole(self.path / RECORD, f"{text}\n".encode(errors="backslashreplace"))
 
     def write(self, name: str, save: Callable[[Path], object]) -> None:
-        """Have a file written by ``save``, whole or not at all."""
-        path = self.path / name
-        new = path.with_name(f"{name}.new")
+        """Have a file written by ``save``, whole or not at all.
+
+        It is made in a folder that goes, with what a process that was killed left in it, which may
+        be a file of safetensors' own.
+        """
+        made = self.path / NEW
+        new = made / name
         with self._writing(name):
             try:
-                new.unlink(missing_ok=True)  # it could be a link
+                with suppress(OSError):
+                    made.unlink()  # it could be a link
+                shutil.rmtree(made, ignore_errors=True)
+                made.mkdir()
                 save(new)
                 # safetensors would let nobody else read it
                 shutil.copymode(self.path / RECORD, new)
                 with new.open("rb") as file:
                     os.fsync(file.fileno())
-                os.replace(new, path)
-            except (OSError, SafetensorError):
-                new.unlink(missing_ok=True)
-                raise
+                os.replace(new, self.path / name)
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], step: int, seconds: float) -> None:
         """Write a checkpoint: all tensors that training continues from, steps done,
