@@ -146,6 +146,16 @@ def test_the_cache_folder_is_private(tmp_path):
     assert stat.S_IMODE((tmp_path / "cache" / "tswift").stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("given", ["", "cache", "./cache", "~/cache"])
+def test_the_cache_folder_of_an_environment_that_names_none(monkeypatch, tmp_path, given):
+    """By the specification of base directories a path that is not absolute is no path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert cache_folder() == tmp_path / "home" / ".cache" / "tswift"
+    assert not (tmp_path / "cache").exists()
+
+
 def writable_by_others(cache: Path):
     (cache / "tswift").mkdir(parents=True)
     (cache / "tswift").chmod(0o777)
