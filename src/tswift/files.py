@@ -153,8 +153,9 @@ def unwritable(path: Path, error: OSError, field: str = "out") -> InputError:
 def cache_folder() -> Path | None:
     """A folder of the user's for what can be made anew; None if nothing can be kept.
 
-    It is ``tswift`` in ``XDG_CACHE_HOME``, if that is absolute, else in ``~/.cache``. If others can write there, or it
-    cannot be made, it is ``tswift-<user id>`` in the system's folder of temporary files.
+    It is ``tswift`` in ``XDG_CACHE_HOME``, if that is absolute, else in ``~/.cache``. If others can
+    write there, or it cannot be made, it is ``tswift-<user id>`` in the system's folder of
+    temporary files.
     """
     with suppress(OSError, RuntimeError):  # the latter if there is no home
         given = Path(os.environ.get("XDG_CACHE_HOME", ""))

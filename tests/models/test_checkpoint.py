@@ -18,10 +18,11 @@ from tests.cli.bad_inputs.models import config, edit_json, sharded, tensors
 from tests.conftest import make_checkpoint
 from tests.helpers import CPU, first, refused, tiny_llama
 from tests.models.refusals import refuse
+from tests.rows import every_row
 from tswift.loading.model import load
 from tswift.models import checkpoint as module
 from tswift.models.architecture import skeleton
-from tswift.models.checkpoint import refuse_misfit, stored_tensors
+from tswift.models.checkpoint import refuse_excess, refuse_misfit, stored_tensors
 from tswift.models.hashes import fingerprint_in_any_dtype, fingerprint_of
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads
@@ -93,7 +94,7 @@ def test_a_tied_head_need_not_be_stored(tmp_path):
 
 
 def test_far_fewer_weights_than_asked_for_take_no_memory(folder):
-    config(num_hidden_layers=9, intermediate_size=1 << 20, hidden_size=1 << 20, head_dim=1 << 18)(
+    config(num_hidden_layers=9, intermediate_size=1 << 16, hidden_size=1 << 15, head_dim=1 << 12)(
         folder
     )
     tensors(
@@ -101,8 +102,57 @@ def test_far_fewer_weights_than_asked_for_take_no_memory(folder):
             weights.update({f"other.{name}": weights.pop(name)}) for name in list(weights)
         ]
     )(folder)
-    with refused(r"model: .* has 29,792 weights, config.json asks for [0-9,]{17}"):
+    with refused(r"model: .* has 29,792 weights, config.json asks for [0-9,]{14}"):
         load(str(folder))
+
+
+HUGE = 10**30
+SIDES = {"model.layers.0.up.weight": stored("F32", 64, 8), "model.layers.199.x": stored("F32", 9)}
+
+
+@every_row(
+    ("values", "tensors", "most"),
+    [
+        ({"num_hidden_layers": 1000}, {"scale": stored("F32")}, 128),
+        ({"num_hidden_layers": 201}, SIDES, 200),
+        ({"n_layer": HUGE}, SIDES, 200),
+        ({"text_config": {"num_layers": 201}}, SIDES, 200),
+        ({"vision_config": {"depth": 201}}, SIDES, 200),
+        ({"mtp_num_hidden_layers": 201}, SIDES, 200),
+        *(
+            ({name: 65_537}, SIDES, 65_536)
+            for name in (
+                *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "n_embd"),
+                *("num_attention_heads", "n_head", "num_key_value_heads", "num_local_experts"),
+                *("n_routed_experts", "altup_num_inputs", "d_model", "mamba_d_state"),
+            )
+        ),
+        ({"vocab_size": 80_001}, {"embed": stored("I32", 10_000, 8)}, 80_000),
+        ({"num_hidden_layers": 1025}, {}, 1024),  # on the hub
+        ({"hidden_size": HUGE}, {}, 1 << 24),
+    ],
+)
+def test_a_configuration_counts_no_more_than_its_weights(values, tensors, most):
+    def less(values):
+        return {
+            name: less(value) if isinstance(value, dict) else most for name, value in values.items()
+        }
+
+    refuse_excess(less(values), tensors, "m")
+    with refused(rf"^model: m says \w+ \d+, and its weights can have {most:,} at most$"):
+        refuse_excess(values, tensors, "m")
+
+
+def test_what_counts_no_weights_may_be_large():
+    large = {"max_position_embeddings": HUGE, "n_positions": HUGE, "sliding_window": HUGE}
+    others = {"rope_theta": HUGE, "batch_size": HUGE, "num_train_steps": HUGE, "seed": HUGE}
+    refuse_excess(large | others | {"hidden_size": "x", "vocab_size": None}, SIDES, "m")
+
+
+def test_nothing_is_built_by_a_configuration_of_too_many_layers(folder, monkeypatch):
+    config(num_hidden_layers=10**8)(folder)
+    monkeypatch.setattr(module.AutoConfig, "from_pretrained", None)
+    refuse(str(folder), "says num_hidden_layers 100000000, and its weights can have 128 at most$")
 
 
 def test_a_quantised_checkpoint_is_smaller_than_its_model(folder):

@@ -247,6 +247,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         _replaced(b"blk.1.attn_k.weight", b"blk.1.attn_x.weight"),
         "lacks blk.1.attn_k.weight",
     ),
+    "too many layers": (
+        _with_number(b"llama.block_count", 1000),
+        "says num_hidden_layers 1000, and its weights can have 128 at most",
+    ),
     "other sizes": (
         _with_number(b"llama.feed_forward_length", 64),
         "of shape .*, its metadata make it",

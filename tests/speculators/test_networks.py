@@ -317,6 +317,7 @@ def test_taps_by_every_convention(tmp_path):
             "has fc.weight of shape [32, 96], where [32, 64] belongs",
         ),
         ("dflash", {"block_size": None}, {}, "says nothing of block_size"),
+        ("dflash", {"num_hidden_layers": 1000}, {}, "says num_hidden_layers 1000, and its"),
         (
             "dflash",
             {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},

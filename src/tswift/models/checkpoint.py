@@ -5,6 +5,7 @@ and its hashes.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from functools import cache, cached_property
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import constants, get_session, hf_hub_download
@@ -59,6 +60,14 @@ _HUB_TIMEOUT = 10.0  # seconds
 
 _SAMPLE = 1024  # bytes of each tensor of a GGUF file that its hash covers
 _PACKED = 8  # weights in an element of a quantised checkpoint, at most
+# what configurations call numbers of layers, and of all that a weight has a row for each of
+_LAYERS = r"(.*_)?(num|n)_(hidden_|nextn_predict_)?layers?|depth"
+_SIZES = (
+    r"(?!.*(batch|chunk|image|window))"
+    r"(.*_)?(dim|embd|experts|ff|groups|heads?|inner|inputs|kv|layers|model|rank|size|state)"
+)
+# no more than these take no time to build; and most where no weights are here
+_FEW, _UNSEEN = {_LAYERS: 128, _SIZES: 1 << 16}, {_LAYERS: 1 << 10, _SIZES: 1 << 24}
 
 
 # by name; every shape has 131,072 positions and bfloat16 weights
@@ -265,10 +274,15 @@ class Checkpoint:
             if self.gguf is not None:
                 values = self.gguf.config_values()
                 refuse_code(values, model)
+                refuse_excess(values, self.gguf.tensors, model)
                 config = AutoConfig.for_model(**values)
             else:
                 values, _ = PreTrainedConfig.get_config_dict(self.source)
                 refuse_code(values, model)
+                stored = dict[str, StoredTensor]()
+                with suppress(InputError):  # what is wrong with weights is told by who needs them
+                    stored = {} if self.on_hub else self.tensors
+                refuse_excess(values, stored, model)
                 config = AutoConfig.from_pretrained(self.source, trust_remote_code=False)
                 # a file's own choice could be a kernel of the hub, which is code
                 config._attn_implementation = None
@@ -415,6 +429,31 @@ def refuse_code(values: Mapping[str, object], model: str) -> None:
         reason = "names its weights itself (transformers_weights), which tswift does not read"
     if reason:
         raise InputError(f"{model} {reason}", "model")
+
+
+def refuse_excess(values: Mapping[str, Any], tensors: Mapping[str, Any], model: str) -> None:
+    """Refuse a configuration of more layers, or larger sizes, than weights have, before anything is
+    built by it.
+
+    Layers are told by the numbers in names, sizes by the longest side of a ``shape``.
+
+    Args:
+        values: of the configuration, and of those within it.
+        tensors: by name; none where they are not here.
+        model: its name.
+    """
+    numbers = [next(filter(str.isdecimal, name.split(".")), "0") for name in tensors]
+    sides = [_PACKED * side for tensor in tensors.values() for side in tensor.shape]
+    known = {_LAYERS: [int(number) + 1 for number in numbers], _SIZES: sides}
+    for kind, counts in known.items():
+        most = max([*counts, _FEW[kind]]) if tensors else _UNSEEN[kind]
+        for name, value in values.items():
+            if re.fullmatch(kind, name) and isinstance(value, int) and value > most:
+                reason = f"says {name} {value!r:.30}, and its weights can have {most:,} at most"
+                raise InputError(f"{model} {reason}", "model")
+    for inner in values.values():
+        if isinstance(inner, dict):
+            refuse_excess(inner, tensors, model)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tswift.models.checkpoint import (
     hub,
     read_into,
     read_object,
+    refuse_excess,
     stored_tensors,
 )
 from tswift.models.codes import holds_codes
@@ -237,6 +238,7 @@ def find_drafter(folder: str | os.PathLike[str]) -> SpeculatorFile:
         )
     with renaming(model=OPTION):
         stored = stored_tensors(path)
+        refuse_excess(config, stored, str(path))
     try:
         said = Said(path, config, stored)
         spec = layout.spec(said)

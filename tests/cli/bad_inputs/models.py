@@ -195,6 +195,7 @@ CHANGES: dict[str, Change] = {
     "model_type with escapes": config(model_type="\x1b[31mred\x07"),
     "hidden_size 'abc'": config(hidden_size="abc"),
     "vocab_size 10^11": config(vocab_size=10**11),
+    "num_hidden_layers 10^30": config(num_hidden_layers=10**30),
     "num_hidden_layers 3": config(num_hidden_layers=3),
     "layers of another type": config(layer_types=["linear_attention"]),
     "dtype 'float99'": config(dtype="float99"),
