@@ -27,6 +27,7 @@ ORDER = [
     {"forward"},
     {"models", "sampling"},
     {"caches", "attention"},
+    {"checking"},
     {"options", "tables", "native_build", "files", "machine", "remembered"},
     {"errors", "stages"},
 ]
