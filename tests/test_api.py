@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tswift
-from tests.helpers import needs_program, tokens_of
+from tests.helpers import needs_program, refused, tokens_of
 from tswift.cli import main
 from tswift.drafting.options import METHODS
 
@@ -48,6 +48,13 @@ def test_text_and_ids_are_the_same_prompt(checkpoint):
     ]
     assert len(drawn[0]) == 20
     assert drawn == [drawn[0]] * 4
+
+
+def test_a_text_that_is_none_is_told_as_that(checkpoint):
+    model = tswift.load(str(checkpoint))
+    for text, what in (("a\udcff", "is not UTF-8"), ("a\0b", "has NUL bytes")):
+        with refused(f"^prompt: the text is not text: it {what}$"):
+            tswift.generate(model, text, 3)
 
 
 def test_the_text_of_the_steps_is_the_text(checkpoint):

@@ -72,7 +72,11 @@ class Request:
                 self.logprobs is None or isinstance(self.logprobs, Integral),
                 "an integer",
             ),
-            ("stop_on_loop", loop is None or _positive(loop), "an integer above 0"),
+            (
+                "stop_on_loop",
+                loop is None or (isinstance(loop, int) and loop > 0),
+                "an integer above 0",
+            ),
         ):
             value = loop if name == "stop_on_loop" else getattr(self, name)
             if not fine or isinstance(value, bool):
@@ -116,10 +120,6 @@ class Request:
     def demand(self, options: DraftOptions) -> Demand:
         """What says how much memory it needs, with its options resolved."""
         return Demand(len(self.prompt), self.length, self.method, options)
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int) and value > 0
 
 
 def _are_ids(value: object) -> bool:
@@ -245,7 +245,8 @@ def generate(
             see ``tswift.decoding.text.TextStream`` for the text up to there.
         logprobs: give each step the log-probabilities of its tokens, and of so many likeliest ones
             (0 to 20): ``Step.logprobs``, see ``tswift.sampling.rule.row_type``.
-        stop_on_loop: end the text when the same so many tokens stand there thrice in a row.
+        stop_on_loop: end the text when its last tokens, thrice so many, are a loop of at most so
+            many.
         include_stop_str_in_output: the steps' texts have what ended the text: the stop string, or
             the token, unless that is skipped.
         skip_special_tokens: they have no special tokens.

@@ -7,12 +7,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +46,21 @@ class DecodeError(RuntimeError):
     """
 
 
-class SlowWarning(UserWarning):
+class Notice(UserWarning):
+    """What a command says in a line: something is served, and may not be what was meant.
+
+    Args:
+        message: what it is, in one line.
+    """
+
+
+@cache
+def notice(message: str) -> None:
+    """Warn by a :class:`Notice`, once a process."""
+    warnings.warn(message, Notice, stacklevel=3)
+
+
+class SlowWarning(Notice):
     """What is wanted works here, but slower than it could: something failed or is missing.
 
     Args:
@@ -236,6 +252,45 @@ def read_stream(
     if max(size, len(data)) > most:
         raise InputError(f"{name} is too large, more than {most:,} bytes are not read", option)
     return data
+
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+def check_text(text: str, option: str | None, name: str = "the text") -> str:
+    """A text, checked to be one; ``name`` is what an error calls it."""
+    if wrong := _NO_TEXT.search(text):
+        what = "has NUL bytes" if wrong[0] == "\0" else "is not UTF-8"
+        raise InputError(f"{name} is not text: it {what}", option)
+    return text
+
+
+def parse_object(data: bytes) -> Object:
+    """An object of JSON from outside, in which no name stands twice, and texts are Unicode;
+    ValueError, which says what is wrong with the data, if it is none.
+    """
+
+    def once(pairs: list[tuple[str, object]]) -> Object:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a name stands twice in an object")
+        return found
+
+    def no_number(name: str) -> None:
+        raise ValueError(f"{name} is no number")
+
+    try:
+        text = data.decode("utf-8-sig")
+        found = json.loads(text, object_pairs_hook=once, parse_constant=no_number)
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ValueError("is not UTF-8 text, or has incomplete characters") from None
+    except (ValueError, RecursionError) as error:
+        reason = str(error)[:200] or "nested too deeply"
+        raise ValueError(f"is not JSON: {reason}") from None
+    if not isinstance(found, dict):
+        raise ValueError("is no JSON object")
+    return found
 
 
 def parse_json(data: bytes, name: object, option: str | None = None) -> Any:

@@ -48,10 +48,20 @@ def test_what_cannot_be_answered(tswift, model, checkpoint, monkeypatch):
     words = f"chat {WORDS} -n 4 --model"
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     tswift(words, checkpoint).refused("has no chat template")
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello\n{'word ' * 5000}\n"))
+    said = ("Hello", "word " * 5000, "a\udcff", "a\0b", "/clear", "Hello")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
     result = tswift(words, model).ok()
-    assert "positions" in result.err.splitlines()[-1]
-    assert result.err.count(" tokens/s; ") == 1
+    assert result.err.count(" tokens/s; ") == 2
+    full, *no_text = [line for line in result.err.splitlines() if "error: " in line]
+    assert "the model has 4,096; " in full
+    assert full.endswith("; /clear begins another conversation")
+    assert no_text == [
+        f"tswift: error: the text is not text: it {what}"
+        for what in ("is not UTF-8", "has NUL bytes")
+    ]
+    # what was said before is forgotten
+    assert result.err.splitlines()[-1].endswith("; 0 tokens of what was said were in the cache")
+    assert "; ends <|endoftext|>" in result.err
 
 
 @pytest.mark.slow

@@ -12,12 +12,15 @@ import pytest
 
 from tests.helpers import first, refused
 from tests.jobs.killing import killed_before
+from tests.rows import every_row
 from tests.words import words_of
 from tswift.cli import main
+from tswift.files import unwritable
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
-from tswift.jobs.folder import FINISHED, read_record
+from tswift.jobs.folder import FINISHED, RunFolder, SaveFailed, read_record
 from tswift.loading.model import LoadedModel
 from tswift.options import parse_shard
+from tswift.serving.requests import parse
 
 LINES = [
     {"prompt": "The ship had lain three days becalmed,", "id": "sea", "seed": 4},
@@ -124,6 +127,105 @@ def test_bad_lines_are_named_at_the_start(tmp_path):
     ):
         assert told in raised.value.message
     assert not (tmp_path / "out").exists()
+
+
+@every_row(
+    ("line", "told"),
+    [
+        (
+            b'{"prompt": "a", "n": 2, "temprature": 0.1}',
+            "line 2 of p.jsonl: nothing reads 'n', 'temprature'; did you mean temperature?",
+        ),
+        (b'{"prompt": "a", "text": "b"}', "nothing reads 'text'"),
+        (b'{"question": "a", "input": "b"}', "nothing reads 'input'"),
+        (b'{"prompt": "a", "id": "x"}', "line 2 of p.jsonl has the id of line 1 of p.jsonl"),
+        (b'{"prompt": "a\xff"}', "line 2 of p.jsonl is not UTF-8 text"),
+        (b'{"prompt": "a", "id": "\\ud800"}', "line 2 of p.jsonl is not UTF-8 text"),
+        (b'{"prompt": "a\\u0000"}', "line 2 of p.jsonl is not text: it has NUL bytes"),
+        (
+            b'{"messages": [{"role": "system", "content": "\\u0000"},'
+            b' {"role": "user", "content": "a"}]}',
+            "line 2 of p.jsonl is not text: it has NUL bytes",
+        ),
+        (b'{"prompt": "a", "stop": "\\u0000"}', "line 2 of p.jsonl: stop a string is not text"),
+        (b'{"prompt": "a", "seed": 1, "seed": 2}', "a name stands twice"),
+        (
+            b'{"prompt": "a", "max_completion_tokens": 5, "max_tokens": 6}',
+            "max_completion_tokens and max_tokens are both given, and differ",
+        ),
+    ],
+)
+def test_a_line_that_is_none_is_named(line, told, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "right", "id": "x", "seed": null}\n' + line)
+    with refused() as raised:
+        Batch(path, tmp_path / "out", {})
+    assert told in raised.value.message
+    assert not (tmp_path / "out").exists()
+
+
+def test_fields_are_those_of_the_server(tmp_path):
+    own = {
+        "max_completion_tokens": 4,
+        "max_tokens": 4,
+        "stop": "a",
+        "stop_at_eos": True,
+        "stop_on_loop": 3,
+        "logit_bias": {"5": 1},
+    }
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", **own}))
+    served = parse({**own, "prompt": "a", "seed": 0}, False, {}, "demo").config
+    (task,) = Batch(tmp_path / "p.jsonl", tmp_path / "out", {}).tasks
+    assert task.config.recorded()["sampling"] == {"logit_bias": {5: 1.0}}
+    for each in ("text", "stop", "stop_at_eos", "stop_on_loop", "sampling"):
+        assert getattr(task.config, each) == getattr(served, each)
+
+
+def test_texts_that_are_too_long_are_left_out_where_that_is_asked(tswift, words, prompts, tmp_path):
+    """Which is told, and known by who goes on; and not the whole job refused."""
+    prompts.write_text(prompts.read_text() + "\n" + json.dumps({"text": "becalmed " * 4000}))
+    out = tmp_path / "out"
+    told = "prompts/5 has "
+    tswift(words, out).refused(told, "the model has 4,096 positions; --skip-too-long leaves")
+    made = tswift(words, out, "--skip-too-long").ok()
+    assert f"1 texts are skipped: {told}" in made.err
+    *whole, skipped = lines_of((out / OUT).read_bytes())
+    assert [line["id"] for line in whole] == ["sea", "2", "3", "4"]
+    assert (skipped["tokens"], skipped["text"]) == (0, "")
+    assert skipped["prompt_tokens"] > 4096
+    assert skipped["end"] == {"reason": "too long"}
+    again = tswift(f"generate --resume {out}").ok()
+    assert (again.out, "skipped" in again.err) == (b"", False)
+    assert "  skipped " in tswift(f"runs {out}").ok().out.decode()
+
+
+@pytest.mark.parametrize("where", ["text", "folder"])
+def test_a_full_disk_is_told_with_what_goes_on_with_all(
+    where, tswift, words, tmp_path, monkeypatch
+):
+    def full(self, *_, **__):
+        if self.path.name == "000003":
+            raise SaveFailed(f"{self.path} is full")
+        return real(self, *_, **__)
+
+    def unmade(path, *_):
+        if path.name == "000003":
+            raise unwritable(path, OSError(28, "No space left on device"))
+        return made(path, *_)
+
+    real, made = RunFolder.checkpoint, RunFolder.create
+    if where == "text":
+        monkeypatch.setattr(RunFolder, "checkpoint", full)
+    else:
+        monkeypatch.setattr(RunFolder, "create", unmade)
+    out = tmp_path / "out"
+    found = tswift(words, out, "--shard 1/1")
+    again = f"tswift generate --resume {out} --shard 1/1"
+    first, last = found.err.splitlines()
+    assert found.code == (1 if where == "text" else 2)
+    assert first == f"tswift: 2 texts were made, {again} makes the rest"
+    assert "000003" in last
+    assert "--resume" not in last.replace(again, "")
 
 
 def test_chats(tiny, tmp_path):

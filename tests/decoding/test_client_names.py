@@ -216,40 +216,48 @@ def test_a_stop_string_that_is_complete_too_early_ends_nothing(model):
         assert shown == (whole[: min(ends)[1]] if ends else whole), least
 
 
-def thrice(tokens: list[int], size: int) -> int | None:
-    """After how many tokens the same ``size`` stand there thrice in a row."""
-    for end in range(3 * size, len(tokens) + 1):
-        last = tokens[end - 3 * size : end]
-        if last[:size] == last[size : 2 * size] == last[2 * size :]:
+def looping(tokens: list[int], most: int, least: int = 1) -> int | None:
+    """After how many tokens the newest, thrice ``most``, are a loop of ``least`` to ``most``."""
+    for end in range(3 * most, len(tokens) + 1):
+        last = tokens[end - 3 * most : end]
+        if any(last[size:] == last[:-size] for size in range(least, most + 1)):
             return end
     return None
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_a_loop_is_seen_where_it_is_complete(size, model):
-    random = Random(size)
-    for _ in range(60):
+@pytest.mark.parametrize("most", [1, 2, 5, 20])
+def test_a_loop_is_seen_where_it_is_complete(most, model):
+    """Of any length up to ``most``, or of this one alone, as older runs have it."""
+    random = Random(most)
+    found = set()
+    for _ in range(120):
+        size = random.randrange(1, most + 2)
         piece = [random.randrange(1, 4) for _ in range(size)]
-        tokens = [
-            random.randrange(1, 3) for _ in range(random.randrange(9))
-        ] + piece * random.randrange(5)
-        stream = TextStream(model.tokenizer, TextRules(loop=size))
-        seen = [at for at, token in enumerate(tokens, 1) if (stream.add([token]), stream.looped)[1]]
-        end = seen[0] if seen else None
-        assert end == thrice(tokens, size)
+        before = [random.randrange(1, 3) for _ in range(random.randrange(9))]
+        tokens = before + (piece * (4 * most))[: random.randrange(5 * most)]
+        for least in (1, most):
+            stream = TextStream(model.tokenizer, TextRules(loop=most, least_loop=least))
+            seen = [
+                at for at, token in enumerate(tokens, 1) if (stream.add([token]), stream.looped)[1]
+            ]
+            end = looping(tokens, most, least)
+            assert (seen[0] if seen else None) == end
+            found.add((least, end is None))
+    assert len(found) == 2 * len({1, most})
 
 
 def test_a_loop_ends_every_method_at_the_same_token(model):
     greedy = SamplingParams(temperature=0, penalty=1.0)
     whole = tokens_of(generate(model, PROMPT, 400, method="ar", params=greedy))
-    size = next(size for size in range(1, 40) if (thrice(whole, size) or 400) < 390)
-    end = thrice(whole, size)
-    assert end is not None
-    for method in ("ar", "auto", "medusa"):
-        steps = generate(model, PROMPT, 400, method=method, params=greedy, stop_on_loop=size)
-        assert tokens_of(steps) == whole[:end]
+    size = next(size for size in range(1, 40) if (looping(whole, size) or 400) < 350)
+    for most in (size, size + 3):
+        end = looping(whole, most)
+        assert end is not None
+        for method in ("ar", "auto", "medusa"):
+            steps = generate(model, PROMPT, 400, method=method, params=greedy, stop_on_loop=most)
+            assert tokens_of(steps) == whole[:end]
     with refused("the text so far ends in a loop"):
-        list(generate(model, PROMPT, 400, params=greedy, stop_on_loop=size, written=whole[:end]))
+        list(generate(model, PROMPT, 400, params=greedy, stop_on_loop=most, written=whole[:end]))
     with refused("must be an integer above 0"):
         list(generate(model, PROMPT, 400, stop_on_loop=0))
 

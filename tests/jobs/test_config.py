@@ -21,6 +21,12 @@ from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 
 HUGE = 10**40
+ENDS: list[dict[str, Any]] = [
+    {"stop_at_eos": True},
+    {"stop": ("x",)},
+    {"stop_token_ids": (5,)},
+    {"chat": True},
+]
 VALUES: dict[str, Any] = {
     **{
         "tree": (1, 2),
@@ -102,6 +108,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat": True}, "chat: needs --prompt"),
     ({"chat": True, "prompt": "-", "system": "-"}, "system: cannot be standard input"),
     ({"chat": True, "prompt": "p", "prefill": 3}, "prefill: cannot be given together with --chat"),
+    ({"stop": ("a", "b\udcff")}, "stop: a string is not text: it is not UTF-8"),
+    ({"stop_on_loop": 10_001}, "stop_on_loop: must be between 1 and 10,000"),
     ({"method": "ar-reference", "exact": True}, "exact: cannot be had with ar-reference"),
     ({"kv": "full", "sinks": 4}, "sinks: tokenswift does not "),
     *(
@@ -200,6 +208,34 @@ def test_a_record_without_what_all_versions_wrote_is_none(name):
     del options[name]
     with pytest.raises(KeyError, match=name):
         RunConfig.from_record(options, loaded, {})
+
+
+def test_a_recorded_loop_is_meant_as_it_was_when_the_run_was_made():
+    """Of exactly so many tokens, before it was of up to so many."""
+    options = RunConfig.of(prompt="p", stop_on_loop=9).recorded()
+    loaded = {"name": "x", "device": "cpu", "dtype": "float32", "attention": "native"}
+    for least in (1, 9):
+        found = RunConfig.from_record(options, loaded, {}).text_rules(SamplingParams())
+        assert (found.loop, found.least_loop) == (9, least)
+        options.pop("least_loop", None)
+
+
+@every_row(
+    ("options", "named"),
+    [
+        ({"temperature": 0.0, "top_k": 5, "min_p": 0.2}, "--top-k, --min-p"),
+        ({"penalty": 1.0, "window": 100}, "--window"),
+        ({"min_tokens": 20, "length": 9}, "--min-tokens"),
+        ({"include_stop_str_in_output": True}, "--include-stop-str-in-output"),
+        ({"temperature": 0.0, "min_tokens": 2, "window": 9}, "--window, --min-tokens"),
+        *(({**ends, "min_tokens": 2, "include_stop_str_in_output": True}, None) for ends in ENDS),
+        ({"window": 9, "top_k": 5, "temperature": 0.5}, None),
+        ({"temperature": 0.0}, None),
+    ],
+)
+def test_what_is_given_and_changes_nothing_is_told(options, named):
+    config = RunConfig.of(prompt="p", **options)
+    assert config.idle(config.sampling) == ([f"without effect here: {named}"] if named else [])
 
 
 # --- presets

@@ -369,6 +369,18 @@ def test_ended_by_an_end_of_text(asked):
     assert in_folder(asked.out) == text
 
 
+def test_a_run_keeps_the_ends_that_it_was_begun_with(asked, model, whole):
+    """Of another version, which knew of others: it bans what it banned."""
+    folder = interrupted(asked)
+    other = next(token for token in whole[0][30:] if token not in whole[0][:30])
+    knowing = replace(model, eos_ids=(*model.eos_ids, other))
+    job = resume(folder, {}, False, [], loaded=knowing)
+    assert job is not None
+    job.run(lambda piece, stats: None)
+    assert in_folder(folder) == whole
+    assert record_of(folder)["model"]["eos_ids"] == [0]
+
+
 @pytest.mark.parametrize(
     ("recall", "reuses"), [pytest.param(None, False, marks=needs_program), (0, True)]
 )

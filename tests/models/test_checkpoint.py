@@ -8,10 +8,13 @@ from __future__ import annotations
 import shutil
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from tests.cli.bad_inputs.files import sparse
 from tests.cli.bad_inputs.models import config, edit_json, sharded, tensors
@@ -22,7 +25,12 @@ from tests.rows import every_row
 from tswift.loading.model import load
 from tswift.models import checkpoint as module
 from tswift.models.architecture import skeleton
-from tswift.models.checkpoint import refuse_excess, refuse_misfit, stored_tensors
+from tswift.models.checkpoint import (
+    eos_ids,
+    refuse_excess,
+    refuse_misfit,
+    stored_tensors,
+)
 from tswift.models.hashes import fingerprint_in_any_dtype, fingerprint_of
 from tswift.speculators.heads import ChainedHeads, ConditionedHeads
 from tswift.speculators.heads_files import load_heads
@@ -80,6 +88,30 @@ def _logits(model: Path) -> torch.Tensor:
 def test_what_is_fine(folder, checkpoint, change):
     change(folder)
     assert torch.equal(_logits(folder), _logits(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("control", "words", "template", "ends"),
+    [
+        # beside <eos>, which the file names
+        (["<|im_end|>", "<|x|>"], [], None, ["<|im_end|>"]),
+        (["<|end|>", "<|call|>"], ["<end_of_turn>"], "{{ m }}<end_of_turn>", None),
+        ([], ["<|eot_id|>", "</s>"], "<|eot_id|>", ["<|eot_id|>"]),
+        # of models that have these it ends a part of an answer
+        (["<|end|>", "<|return|>"], [], "<|end|>", ["<|return|>"]),
+        ([], ["<|im_end|>"], None, []),
+    ],
+)
+def test_ends_are_known_by_their_names(control, words, template, ends):
+    """Where they are control tokens, or stand in the chat template; of those that there are."""
+    backend = Tokenizer(WordLevel({"<eos>": 0, "a": 1, **{w: n for n, w in enumerate(words, 2)}}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+    tokenizer.add_tokens(control, special_tokens=True)
+    said = SimpleNamespace(eos_token_id=0)
+    network = SimpleNamespace(generation_config=said, config=said)
+    wanted = {0, *map(tokenizer.convert_tokens_to_ids, control + words if ends is None else ends)}
+    assert eos_ids("m", network, tokenizer, len(tokenizer)) == tuple(sorted(wanted))
+    assert eos_ids("m", network, tokenizer, 2) == (0,)
 
 
 def stored(dtype: str, *shape: int) -> module.StoredTensor:

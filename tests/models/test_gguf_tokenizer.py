@@ -7,7 +7,9 @@ written by ``benchmarks/pretokenizers.py``, which compares random texts, too.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -15,6 +17,8 @@ from gguf import TokenType as Type
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers import refused
+from tswift.errors import Notice, notice
+from tswift.loading.model import LoadedModel
 from tswift.models.gguf import read_gguf
 from tswift.models.gguf_tokenizer import SPLITS, tokenizer_of
 
@@ -121,6 +125,30 @@ def test_what_stands_around_a_text(pre, said, wanted, tmp_path):
     tokenizer.save_pretrained(tmp_path / "saved")  # as recipes.draft does
     again = AutoTokenizer.from_pretrained(tmp_path / "saved")
     assert ids(again, "a", bare=False) == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "bare", "told"),
+    [
+        (Type.NORMAL, True, "m has <|user|> as words, and no tokens of a text"),
+        (Type.CONTROL, True, None),
+        (Type.NORMAL, False, None),
+        # the text has it, and so has the tokenizer
+        (Type.CONTROL, False, "the prompt begins with <|user|>, and m adds another before it"),
+    ],
+)
+def test_what_a_prompt_may_not_mean_is_told_once(kind, bare, told, tmp_path):
+    own = dict.fromkeys([*BYTES, "ab"], Type.NORMAL) | {"<|user|>": kind, "<eos>": Type.CONTROL}
+    begun = {"bos_token_id": len(own) - 2, "add_bos_token": True} if told and not bare else {}
+    path = vocabulary(tmp_path / "x.gguf", own, merges=["a b"], eos_token_id=len(own) - 1, **begun)
+    tokenizer = tokenizer_of(read_gguf(path))
+    model = LoadedModel("m", tokenizer, SimpleNamespace(vocab_size=len(own)), None, ())
+    notice.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.encode("<|user|>a <|unknown|> <|x", bare)
+    assert [str(each.message) for each in said if each.category is Notice] == [told] * bool(told)
 
 
 SCORED = {"▁": 1, "a": 2, "b": 3, "ab": 9, "ba": 7, "▁a": 8, "aab": 4, "▁b": 6, "\u4f60": 5}

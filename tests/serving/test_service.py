@@ -22,7 +22,7 @@ from tests.serving.server import TEXT
 from tswift.decoding.stats import DecodeStats
 from tswift.files import Lock, write_whole
 from tswift.jobs.config import RunConfig
-from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
+from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, SaveFailed
 from tswift.loading.model import LoadedModel, load
 from tswift.serving import routes
 from tswift.serving.config import ServeConfig
@@ -403,6 +403,36 @@ def test_cancel_and_resume_at_the_same_time(service, monkeypatch):
     service.cancel(waiting)
     threads[0].join()
     assert "state" not in read_json(waiting.path / "request.json")
+
+
+def test_a_run_that_fails_on_a_full_disk_is_known_as_failed(service, monkeypatch):
+    """With its tokens; and when there is room again it goes on."""
+
+    def full(*_, **__):
+        raise SaveFailed("no room")
+
+    def unwritable(path, content):
+        raise OSError(28, "No space left on device")
+
+    for kept in (False, True):
+        run = begun(service.accept_one(LONG, False))
+        service.cancel(run)
+        done(run)
+        made = service.find(run.id).stats.tokens
+        with monkeypatch.context() as patch:
+            patch.setattr("tswift.jobs.folder.RunFolder.record", full)
+            if not kept:
+                patch.setattr("tswift.serving.run.write_whole", unwritable)
+            status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", {})
+        message = json.loads(content)["error"]["message"]
+        assert (status, made > 0) == (500, True)
+        assert message.startswith("no room; ")
+        assert f" has {made:,} tokens, and POST " in message
+        found = service.find(run.id)
+        assert (found.state, found.reason, found.stats.tokens) == ("failed", "no room", made)
+        assert {each["id"]: each["state"] for each in service.newest(9)}[run.id] == "failed"
+        assert done(service.resume(run.id)).state == "finished"
+        assert service.find(run.id).state == "finished"
 
 
 def test_bodies_are_parsed_beside_the_event_loop(service, monkeypatch):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tswift.jobs.chat import Chat
     from tswift.jobs.job import Signals
 
-_BYE = "/bye"
+_BYE, _CLEAR = "/bye", "/clear"
 # not of a conversation
 _OF_A_RUN = ("prompt", "prompt_text", "prefill", "chat", "out", "logprobs", "preset")
 _MOST_TOKENS = 2048
@@ -42,7 +42,8 @@ _MOST_TOKENS = 2048
 def chat(typed: options.Typed, quiet: options.Quiet = False) -> None:
     """Talk with a model: a line is what you say, and its answer is written as it is made.
 
-    Ctrl-C ends an answer, Ctrl-D or /bye the conversation. Nothing is kept on the disk.
+    Ctrl-C ends an answer, Ctrl-D or /bye the conversation, and /clear begins another. Nothing is
+    kept on the disk.
     """
     values = {"length": _MOST_TOKENS, "seed": randbits(31), **typed.values}
     config = RunConfig.of(**values, prompt_text="a line", chat=True)
@@ -55,13 +56,19 @@ def chat(typed: options.Typed, quiet: options.Quiet = False) -> None:
         from tswift.jobs.job import Signals
         from tswift.loading.model import load_model
 
-        talk = Chat(load_model(config.to_load()), config, system)
+        model = load_model(config.to_load())
+        talk = Chat(model, config, system)
     source = SOURCES[talk.config.sampling_from or PAPERS]
-    say(f"{config.method}, sampling: {talk.params} ({source}), seed {config.text.seed}")
-    say(f"Ctrl-C ends an answer, Ctrl-D or {_BYE} the conversation")
+    drawn = f"{talk.params} ({source}), seed {config.text.seed}"
+    say(f"{config.method}, sampling: {drawn}; ends {model.ends}")
+    for note in talk.config.idle(talk.params):
+        say(note)
+    say(f"Ctrl-C ends an answer, Ctrl-D or {_BYE} the conversation; {_CLEAR} begins another")
     with Signals() as signals:
         while (said := _read(signals)) is not None:
-            if said.strip() and _answer(talk, said, signals):
+            if said.strip() == _CLEAR:
+                talk = Chat(model, config, system)
+            elif said.strip() and _answer(talk, said, signals):
                 say(
                     f"{talk.stats.tokens:,} tokens, {talk.stats.tokens_per_second:,.1f} tokens/s; "
                     f"{talk.kept:,} tokens of what was said were in the cache"
@@ -102,7 +109,8 @@ def _answer(talk: Chat, said: str, signals: Signals) -> bool:
     except KeyboardInterrupt:
         pass
     except InputError as error:
-        complain(error.message)
+        full = f"; {_CLEAR} begins another conversation" if error.field == "length" else ""
+        complain(error.message + full)
         answered = False
     write_stdout("\n")
     return answered

@@ -21,7 +21,7 @@ from tswift.cli.output import (
     writing_stdout,
 )
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
+from tswift.errors import DecodeError, InputError
 from tswift.jobs.batch import Batch, is_batch, reopen
 from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
@@ -64,6 +64,15 @@ def generate(
             "", "With --prompts: I/N, every Nth line from the Ith on.", "--shard", rare=True
         ),
     ] = None,
+    skip_too_long: Annotated[
+        bool,
+        options.option(
+            "",
+            "With --prompts: leave out texts for which the model has not enough positions.",
+            "--skip-too-long",
+            rare=True,
+        ),
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")
     ] = False,
@@ -80,12 +89,11 @@ def generate(
             "discard_damaged": discard_damaged,
             "no_progress": no_progress,  # none is shown
         }
-        _many(
-            typed, prompts, resume, shard, quiet, [name for name, asked in refused.items() if asked]
-        )
+        alone = [name for name, asked in refused.items() if asked]
+        _many(typed, prompts, resume, shard, skip_too_long, quiet, alone)
         return
-    if shard is not None:
-        raise InputError("goes with --prompts", "shard")
+    if shard is not None or skip_too_long:
+        raise InputError("goes with --prompts", "skip_too_long" if skip_too_long else "shard")
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "discard_damaged")
     if resume is not None and "out" in typed.values:
@@ -135,6 +143,7 @@ def _many(
     prompts: Path | None,
     resume: Path | None,
     shard: str | None,
+    skip: bool,
     quiet: bool,
     refused: Sequence[str],
 ) -> None:
@@ -153,6 +162,7 @@ def _many(
         batch = Batch(prompts, typed.values["out"], typed.values)
     else:
         batch = reopen(resume)
+    batch.skips = skip
     refuse_missing_heads(batch.config.model.heads)
     batch.claim()
     with loading_notice(batch.config.model.model, quiet):
@@ -162,14 +172,15 @@ def _many(
     again += f" --shard {shard}" if shard else ""
     try:
         with writing_stdout(), Signals() as signals:
-            for line in batch.make(batch.of_shard(*chosen), typed.command, signals):
+            for line in batch.make(batch.of_shard(*chosen), typed.command, signals, again):
                 made += 1
                 sys.stdout.buffer.write(f"{line}\n".encode())
                 sys.stdout.buffer.flush()
             gathered = batch.gather()
-    except Stopped as stop:
-        if not quiet:
-            complain(f"{stop}; {made:,} texts were made, {again} makes the rest")
+    except (Stopped, DecodeError, InputError, OSError) as error:
+        why = f"{error}; " if isinstance(error, Stopped) else ""
+        if made or not isinstance(error, InputError):
+            tell(f"{why}{made:,} texts were made, {again} makes the rest", quiet)
         raise
     rest = (
         "other shards have some left"

@@ -83,6 +83,9 @@ def takes(
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
+            for each in context.command.params:
+                if all({*way} & {*context.obj} for way in (each.opts, each.secondary_opts)):
+                    raise InputError("is given both ways", each.name)
             for own_option in (_HELP_ALL, _THREADS):
                 values.pop(own_option.name, None)
             others = {name: value for name, value in values.items() if name not in carried}

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from tswift.errors import InputError, SlowWarning
+from tswift.errors import InputError, Notice
 from tswift.files import write_whole
 from tswift.stages import listening
 from tswift.tables import Reporter, Table
@@ -83,10 +83,10 @@ def complain(message: str) -> None:
 
 @contextmanager
 def warnings_in_a_line(quiet: bool) -> Iterator[None]:
-    """While entered, what is slower than it could be is said in a line on stderr, or not at all."""
+    """While entered, a :class:`Notice` is said in a line on stderr, or not at all."""
 
     def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-        if category is not SlowWarning:
+        if not issubclass(category, Notice):
             show_others(message, category, *where, **more)
         else:
             tell(str(message), quiet)
@@ -100,8 +100,8 @@ def warnings_in_a_line(quiet: bool) -> Iterator[None]:
 @contextmanager
 def loading_notice(what: str, quiet: bool, logged: bool = False) -> Iterator[None]:
     """While entered, ``what`` is loaded, which takes seconds: a terminal is told so, by stage,
-    a log as well if it is ``logged``, and so is who interrupts it. Those who want quiet are not
-    told either what makes it slow.
+    a log as well if it is ``logged``, and so is who interrupts it. Those who want quiet are told
+    of no :class:`Notice` either.
     """
     what = one_line(what)
     told = sys.stderr is not None and (logged or sys.stderr.isatty()) and not quiet
@@ -111,7 +111,7 @@ def loading_notice(what: str, quiet: bool, logged: bool = False) -> Iterator[Non
 
     say(f"loading {what}")
     if quiet:
-        warnings.simplefilter("ignore", SlowWarning)
+        warnings.simplefilter("ignore", Notice)
     try:
         with listening(say):
             yield

@@ -14,7 +14,7 @@ from tswift.cli.output import loading_notice, tell
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
 from tswift.files import lock_folder
-from tswift.jobs.config import RunConfig, TextConfig
+from tswift.jobs.config import OF_A_TEXT, RunConfig, TextConfig
 from tswift.models.config import ModelConfig
 from tswift.sampling.parameters import SamplingParams
 from tswift.serving.config import ServeConfig, job
@@ -24,12 +24,7 @@ _OF_A_REQUEST = (
     "prompt",
     "prompt_text",
     "prefill",
-    "stop_at_eos",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "stop",
-    "stop_on_loop",
+    *OF_A_TEXT,
     "logprobs",
     "chat",
     "system",
@@ -96,7 +91,8 @@ def serve(
                     f"{service.model_id} is served on "
                     f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
                 )
-                say(f"requests that say nothing else are drawn at {service.sampling}")
+                usual = f"drawn at {service.sampling}, and end at {model.ends}"
+                say(f"requests that say nothing else are {usual}")
                 answer(service, config, sock, demo_page)
             except KeyboardInterrupt as stop:
                 say(

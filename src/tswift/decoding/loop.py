@@ -268,7 +268,7 @@ class Decoding:
                 ended = token in stop
                 if text is not None:
                     pieces.append(text.add((token,)))
-                    ended = ended or text.looped or text.stopped is not None
+                    ended = ended or text.ended
                 if ended:
                     return count
             return len(tokens)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tswift.errors import InputError
+from tswift.errors import InputError, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 _BROKEN_TOKENS = 16  # after so many tokens without a whole character, broken bytes are let go
 _TOKENS_PER_CHARACTER = 4  # tokens that a character may still need: it has four bytes at most
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_LOOP_TIMES = 3  # that the same tokens stand there in a row, for a loop
+_LOOPS = 3  # times its greatest length, that a loop has to fill
+_FEW = 16  # tokens that stand in a loop twice, and seldom elsewhere
 _MAX_STOPS = 64
 _LONGEST_STOP = 1000  # characters
 
@@ -29,6 +29,7 @@ def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"must be one or several strings, got {stop!r:.60}", "stop")
     if "" in strings:
         raise InputError("must not be empty", "stop")
+    check_text("".join(strings), "stop", "a string")
     if not all(len(each) <= _LONGEST_STOP for each in strings) or len(strings) > _MAX_STOPS:
         most = f"at most {_MAX_STOPS} strings of 1 to {_LONGEST_STOP:,} characters"
         raise InputError(f"must be {most}, got {stop!r:.60}", "stop")
@@ -42,7 +43,8 @@ class TextRules:
     Attributes:
         stop: strings of :func:`check_stop`, the first of which ends it; one that is the text of a
             special token means that token.
-        loop: it ends when the same so many tokens stand there thrice in a row.
+        loop: it ends when its last tokens, thrice so many, are a loop of at most so many.
+        least_loop: tokens of the shortest loop that counts.
         ends: token ids, the first of which ends it.
         skip_special: show no special tokens.
         include_stop: show the string that ends it.
@@ -52,6 +54,7 @@ class TextRules:
 
     stop: tuple[str, ...] = ()
     loop: int | None = None
+    least_loop: int = 1
     ends: frozenset[int] = frozenset()
     skip_special: bool = True
     include_stop: bool = False
@@ -99,9 +102,7 @@ class TextStream:
         self._named = {token: text for token, text in special.items() if text in rules.stop}
         self._count = 0
         self.end: int | None = None
-        self._last: deque[int] = deque(maxlen=rules.loop)
-        self._loop = rules.loop
-        self._alike = 0  # newest tokens that are those so many places before
+        self._newest = ""  # tokens as characters, the newest first, where loops are looked for
         self.looped = False
         self._before: list[int] = []  # the last tokens whose text was given
         self._held: list[int] = []  # those after them
@@ -144,11 +145,13 @@ class TextStream:
         elif token in self._named and not self._early:
             self.stopped = self._named[token]
             shown = shown and self._rules.include_stop
-        if self._loop is not None:
-            again = len(self._last) == self._loop and self._last[0] == token
-            self._alike = self._alike + 1 if again else 0
-            self._last.append(token)
-            self.looped = self._alike >= (_LOOP_TIMES - 1) * self._loop
+        if (loop := self._rules.loop) is not None:
+            newest = self._newest = (chr(token) + self._newest)[: _LOOPS * loop]
+            if newest[:loop][:_FEW] in newest[1 : loop + _FEW]:  # else it is none, which is quick
+                # how long ago the same tokens stood there: in a loop that is its length
+                ago = newest.find(newest[:loop], self._rules.least_loop, 2 * loop)
+                whole = ago > 0 and len(newest) == _LOOPS * loop
+                self.looped = whole and newest.startswith(newest[ago:])
         return shown
 
     @property

@@ -12,18 +12,27 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tswift.errors import InputError, Object, parse_json, read_file
+from tswift.errors import InputError, Object, did_you_mean, notice, parse_json, read_file
 from tswift.files import LOCK, Lock, unwritable, write_whole
-from tswift.jobs.config import MAX_BYTES, RunConfig, Text
-from tswift.jobs.folder import FINISHED, RECORD, TEXT, TOKENS, read_own, read_record
+from tswift.jobs.config import FIELDS, MAX_BYTES, RunConfig, Text, options_from
+from tswift.jobs.folder import (
+    FINISHED,
+    RECORD,
+    SKIPPED,
+    TEXT,
+    TOKENS,
+    Record,
+    RunFolder,
+    read_own,
+    read_record,
+)
 from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed, of_json
-from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.jobs.job import Job, Signals
@@ -32,21 +41,7 @@ if TYPE_CHECKING:
 OPTION = "prompts"
 BATCH = "batch.json"
 OUT = "out.jsonl"
-# of a line
-_OWN = {
-    **dict.fromkeys(("len", "max_tokens"), "length"),
-    **{
-        name: name
-        for name in (
-            "seed",
-            "stop",
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-            *(each.name for each in fields(SamplingParams)),
-        )
-    },
-}
+_OWN = {"len": "length", **FIELDS}  # of a line
 _DEFAULTS = 2  # a number in ``batch.json`` for the defaults of options that are not in it
 _TOLD = 5  # bad lines that are named
 _PLACES = 6  # digits of a run's name: its line
@@ -63,8 +58,9 @@ class Task:
 
     @property
     def done(self) -> bool:
-        """Whether it is finished."""
-        return (self.folder / RECORD).exists() and read_record(self.folder).state == FINISHED
+        """Whether it is finished, or skipped."""
+        made = (self.folder / RECORD).exists()
+        return made and read_record(self.folder).state in (FINISHED, SKIPPED)
 
 
 class Batch:
@@ -78,7 +74,12 @@ class Batch:
     Raises:
         InputError: lines that ask for no text or cannot have what they ask for, the first of them
             named; or the folder has been begun with other options, or another file.
+
+    Attributes:
+        skips: leave out texts for which the model has not enough positions.
     """
+
+    skips = False
 
     def __init__(self, prompts: Path, out: Path, values: Values) -> None:
         self.out = out
@@ -91,28 +92,31 @@ class Batch:
 
     def _read(self) -> Iterator[Task]:
         bad = []
+        lines: dict[str, str] = {}  # by the names of their texts
         for line in read_lines(self._prompts, OPTION):
-            given = {field: line.fields.get(field) for field in _OWN}
-            given = {field: value for field, value in given.items() if value is not None}
-            own = of_json({_OWN[field]: value for field, value in given.items()})
-            if isinstance(own.get("stop"), str):
-                own["stop"] = (own["stop"],)
             folder = self.out / f"{line.number:0{_PLACES}}"
+            names: dict[str, str] = {}
             try:
-                if len(given) > len(own):
-                    raise InputError("and max_tokens are both given", "length")
                 text = line.text(self._prompts.stem, None, OPTION)
+                unread = [f"{name!r:.60}{did_you_mean(name, _OWN)}" for name in line.unread(_OWN)]
+                if unread:
+                    raise InputError(f"{line.where}: nothing reads {', '.join(unread)}", OPTION)
                 if text.messages and not self.config.chat:
                     raise InputError(f"{line.where} has messages, which need --chat", OPTION)
+                if (other := lines.setdefault(text.name, line.where)) != line.where:
+                    raise InputError(f"{line.where} has the id of {other}", OPTION)
+                own, names = options_from(line.fields, _OWN)
                 yield Task(
                     text,
                     changed(self.config, {**own, "prompt_text": text.text, "out": folder}),
                     folder,
                 )
             except InputError as error:
-                field = next((each for each in given if _OWN[each] == error.field), error.field)
+                field = str(error.field)
                 bad.append(
-                    error.message if field == OPTION else f"{line.where}: {field} {error.message}"
+                    error.message
+                    if field == OPTION
+                    else f"{line.where}: {names.get(field, field)} {error.message}"
                 )
         if bad:
             more = f"; and {len(bad) - _TOLD:,} more" if len(bad) > _TOLD else ""
@@ -164,9 +168,10 @@ class Batch:
         return self.tasks[index - 1 :: count]
 
     def make(
-        self, tasks: Sequence[Task], command: Sequence[str], signals: Signals
+        self, tasks: Sequence[Task], command: Sequence[str], signals: Signals, again: str = ""
     ) -> Iterator[str]:
-        """Make those of some texts that are missing, and yield each as a line when it ends.
+        """Make those of some texts that are missing, and yield each as a line when it ends;
+        ``again`` is the command that goes on with all.
 
         Raises:
             InputError, DecodeError, Stopped: as a single run's.
@@ -176,8 +181,9 @@ class Batch:
             self._model = self._load(left)
         for task in left:
             assert self._model is not None
-            job = self._job(task, self._model, command)
+            job = None if task.done else self._job(task, self._model, command)
             if job is not None:
+                job.again = again
                 job.run(lambda piece, stats: None, None, signals)
             yield line_of(task)
 
@@ -196,19 +202,33 @@ class Batch:
         from tswift.memory import fit_length
 
         model = load_model(self.config.to_load())
+        most = model.target.max_positions
         bad = []
         for task in left:
             length = task.config.text.length
             prompt = len(self._ids(task, model))
             if "length" not in task.config.given:
-                length = fit_length(length, prompt, model.target.max_positions)
-            if prompt + length > model.target.max_positions:
-                most = f"the model has {model.target.max_positions:,} positions"
-                bad.append(
-                    f"{task.text.name} has {prompt:,} tokens and wants {length:,} more; {most}"
+                length = fit_length(length, prompt, most)
+            if prompt + length <= most:
+                continue
+            bad.append(f"{task.text.name} has {prompt:,} tokens and wants {length:,} more")
+            if self.skips:
+                folder = RunFolder.create(task.folder)
+                folder.record(
+                    Record(
+                        state=SKIPPED,
+                        end={"reason": "too long"},
+                        options=task.config.recorded(),
+                        model=model.about(),
+                        prompt={"tokens": prompt},
+                    )
                 )
+                folder.close()
+        told = f"{'; '.join(bad[:_TOLD])}; the model has {most:,} positions"
+        if bad and not self.skips:
+            raise InputError(f"{told}; --skip-too-long leaves such texts out", OPTION)
         if bad:
-            raise InputError("; ".join(bad[:_TOLD]), OPTION)
+            notice(f"{len(bad):,} texts are skipped: {told}")
         return model
 
     def _ids(self, task: Task, model: LoadedModel) -> list[int]:

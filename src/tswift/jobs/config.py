@@ -23,7 +23,14 @@ from tswift.drafting.options import (
     find_method,
     refuse_unused,
 )
-from tswift.errors import InputError, find_path, no_such, read_file, read_stream
+from tswift.errors import (
+    InputError,
+    check_text,
+    find_path,
+    no_such,
+    read_file,
+    read_stream,
+)
 from tswift.models.config import (
     DEMO,
     DEMO_DRAFT,
@@ -53,6 +60,23 @@ if TYPE_CHECKING:
 # options that are done with once a run has its prompt, and its sampling
 _OF_THE_PROMPT = ("prompt", "prompt_text", "prefill", "chat", "system", "preset", "out")
 _RECORDED = ("heads", "length", "method", "seed", "stop_at_eos")  # by all versions
+# options of a text alone, which a server takes by request
+OF_A_TEXT = (
+    "stop_at_eos",
+    "ignore_eos",
+    "stop",
+    "stop_on_loop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+# fields of a request, or of a line of prompts, by the options that they become
+FIELDS = {
+    **dict.fromkeys(("max_completion_tokens", "max_tokens"), "length"),
+    **{
+        name: name
+        for name in ("seed", *OF_A_TEXT, *(each.name for each, _ in options_of(SamplingParams)))
+    },
+}
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -101,13 +125,9 @@ def bundled_prompts() -> Path:
 
 def check_prompt(text: str, option: str, name: str = "the text") -> str:
     """A prompt, checked to be text; ``name`` is what an error calls it."""
-    for wrong, problem in (
-        ("\0" in text, "is not text: it has NUL bytes"),
-        (not text, "is empty"),
-        (not text.strip(), "has nothing but white space"),
-    ):
-        if wrong:
-            raise InputError(f"{name} {problem}", option)
+    if not check_text(text, option, name).strip():
+        problem = "has nothing but white space" if text else "is empty"
+        raise InputError(f"{name} {problem}", option)
     return text
 
 
@@ -157,6 +177,23 @@ def render_chat(
                 f"the chat template of {model} does not hold the prompt as it is", "chat"
             )
     return str(rendered)
+
+
+def options_from(given: Values, fields: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What fields of JSON ask for, by the options that ``fields`` make of them, and the field of
+    each. None asks for nothing.
+
+    InputError, naming the first, where two fields of an option differ.
+    """
+    asked, names = dict[str, Any](), dict[str, str]()
+    for field, name in fields.items():
+        if (value := given.get(field)) is not None:
+            first = names.setdefault(name, field)
+            if repr(asked.setdefault(name, value)) != repr(value):
+                raise InputError(f"and {field} are both given, and differ", first)
+    if isinstance(stop := asked.get("stop"), str):
+        asked["stop"] = [stop] if stop else []  # "" stops nowhere
+    return of_json(asked), names
 
 
 @dataclass(frozen=True)
@@ -365,12 +402,12 @@ class RunConfig:
     )
     stop_on_loop: int | None = option(
         None,
-        "End the text when the same N tokens stand there thrice in a row.",
+        "End the text when its last 3 N tokens are a loop of at most N.",
         shown="",
         rare=True,
         metavar="N",
         least=1,
-        most=1 << 20,
+        most=10_000,
     )
     include_stop_str_in_output: bool | None = option(
         None,
@@ -427,6 +464,7 @@ class RunConfig:
     sampling: SamplingParams = part(SamplingParams)
     drafting: DraftOptions = part(DraftOptions)
     given: frozenset[str] = given_names()  # typed, or the preset's
+    least_loop: int = 1  # tokens of the shortest loop that ends the text
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -485,7 +523,9 @@ class RunConfig:
             "exact": loaded.get("exact") is not None,
             **drafting,
         }
-        config = changed(cls(), of_json(recorded))
+        # older runs end at loops of exactly so many tokens
+        least_loop = options.get("least_loop", options.get("stop_on_loop") or 1)
+        config = changed(cls(least_loop=least_loop), of_json(recorded))
         return replace(config, drafting=RecordedOptions(**vars(config.drafting)))
 
     def recorded(self) -> dict[str, object]:
@@ -499,6 +539,7 @@ class RunConfig:
         }
         own["stop_at_eos"] = self.ends_at_eos
         own["sampling_from"] = self.sampling_from or PAPERS
+        own["least_loop"] = self.least_loop
         return {**asdict(self.model), **asdict(self.text), **own, **given}
 
     def read(self) -> tuple[str, str | None]:
@@ -523,6 +564,7 @@ class RunConfig:
         return TextRules(
             self.stop,
             self.stop_on_loop,
+            self.least_loop,
             frozenset(ends),
             self.skip_special_tokens,
             bool(include),
@@ -536,6 +578,19 @@ class RunConfig:
         return replace(
             usual, **{name: value for name, value in typed.items() if name in self.given}
         )
+
+    def idle(self, params: SamplingParams) -> list[str]:
+        """A line about the options that were given and change nothing, if there are some, as
+        tokens are drawn by these parameters.
+        """
+        ends = self.ends_at_eos or self.stop or params.stop_token_ids
+        idle = [
+            *([] if params.temperature else OFF),
+            *([] if params.penalises else ["window"]),
+            *([] if ends else ["min_tokens", "include_stop_str_in_output"]),
+        ]
+        named = [f"--{name.replace('_', '-')}" for name in idle if name in self.given]
+        return [f"without effect here: {', '.join(named)}"] if named else []
 
     def to_load(self) -> ModelConfig:
         """What is loaded for the job: how it is asked for, and what the method needs besides."""

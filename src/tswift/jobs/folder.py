@@ -74,6 +74,7 @@ _ROWS = "logprobs_crc32"
 _ALWAYS = ("state", "options", "sampling", "drafting", "model", "prompt")  # in a record
 REQUEST = "request.json"  # what a client asked of ``tswift serve``; it is there before the run is
 RUNNING, FINISHED, INTERRUPTED, FAILED = "running", "finished", "interrupted", "failed"
+SKIPPED = "skipped"  # of many texts one that is too long for the model
 KILLED, BROKEN = "killed", "broken"  # in a list of runs only
 # between two checkpoints, at most
 _SECONDS = 2.0
@@ -103,7 +104,7 @@ def checksum(record: Object) -> str:
 class Record:
     """What ``run.json`` holds, see docs/formats.md; what is None is not in it."""
 
-    state: str = RUNNING  # or finished, interrupted, failed
+    state: str = RUNNING  # or finished, interrupted, failed, skipped
     reason: str | None = None  # why it failed
     end: Mapping[str, str] | None = None  # how a finished text ended
     command: Sequence[str] = field(default_factory=list)

@@ -136,6 +136,7 @@ class Job:
     rows: bytes = b""  # log-probabilities of the last step's tokens, as in ``logprobs.bin``
     state: str = RUNNING  # or finished, interrupted, failed
     reason: str = ""  # why it failed
+    again: str = ""  # the command that goes on with it; empty for its own
 
     @property
     def text(self) -> TextStream:
@@ -246,7 +247,7 @@ class Job:
             if self.folder.saved < made
             else f"{made:,} tokens are"
         )
-        again = f"tswift generate --resume {shlex.quote(str(path))}"
+        again = self.again or f"tswift generate --resume {shlex.quote(str(path))}"
         return f"{saved} saved in {path}, and {again} goes on from there"
 
     def end(self) -> dict[str, str]:
@@ -275,7 +276,7 @@ class Job:
         made = f" and {len(self.tokens):,} made before" if self.tokens else ""
         return [
             "model {name}, {device}, {dtype}, attention {attention}".format(**about.model)
-            + self.model.remarks(),
+            + f"{self.model.remarks()}, ends {self.model.ends}",
             ", ".join(how),
             self._sampling(),
             f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to "
@@ -413,7 +414,7 @@ def start(
     )
     notes = [] if config.preset is None else [preset_note(config.preset, params.banned)]
     cut = cut_note(config.drafting, model.target.fixed_rows)
-    notes += [] if cut is None else [cut]
+    notes += config.idle(params) + ([] if cut is None else [cut])
     if config.text.length < asked:
         notes.append(
             f"--len is {config.text.length:,}: the model has {model.target.max_positions:,} "

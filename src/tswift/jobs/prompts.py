@@ -7,12 +7,11 @@ says first (``turns``, as Spec-Bench and SPEED-Bench have it), or a chat (``mess
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tswift.errors import InputError, Object, read_file
+from tswift.errors import InputError, Object, check_text, parse_object, read_file
 from tswift.jobs.config import MAX_BYTES, Text, check_prompt
 from tswift.options import Values
 
@@ -44,12 +43,8 @@ class Line:
         if self.fault:
             raise InputError(f"{self.where} {self.fault}", option)
         messages = self._messages(option)
-        name = next(
-            (self.fields[each] for each in _ID if self.fields.get(each) is not None), self.number
-        )
-        kind = next(
-            (self.fields[each] for each in _KIND if self.fields.get(each) is not None), kind
-        )
+        name = next(map(self.fields.get, self._given(_ID)), self.number)
+        kind = next(map(self.fields.get, self._given(_KIND)), kind)
         if not isinstance(kind, str | None) or not isinstance(name, str | int):
             raise InputError(f"{self.where}: its kind or id is no text", option)
         text = check_prompt(
@@ -57,19 +52,29 @@ class Line:
         )
         return Text(f"{stem}/{name}", text, kind, messages)
 
+    def unread(self, others: Iterable[str]) -> list[str]:
+        """The fields that are no part of its text, no name of that, and none of ``others``."""
+        asks = self._given(("messages", "turns", *_TEXT))[:1]
+        known = {*asks, *_ID, *_KIND, *others, *(["input"] * (asks == ["instruction"]))}
+        return [name for name in self._given(self.fields) if name not in known]
+
+    def _given(self, names: Iterable[str]) -> list[str]:
+        """Those of some fields that it has."""
+        return [name for name in names if self.fields.get(name) is not None]
+
     def _text(self, option: str) -> str:
         turns = self.fields.get("turns")
         if turns is not None:
             if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
                 raise InputError(f"{self.where}: its turns are no texts", option)
             return turns[0]
-        name = next((name for name in _TEXT if self.fields.get(name) is not None), None)
-        text = None if name is None else self.fields[name]
+        names = self._given(_TEXT)
+        text = self.fields[names[0]] if names else None
         if not isinstance(text, str):
             raise InputError(
                 f"{self.where} has no messages, turns, or text called {', '.join(_TEXT)}", option
             )
-        more = self.fields.get("input") if name == "instruction" else None
+        more = self.fields.get("input") if names[0] == "instruction" else None
         return f"{text}\n\n{more}" if isinstance(more, str) and more else text
 
     def _messages(self, option: str) -> tuple[Mapping[str, str], ...]:
@@ -89,6 +94,7 @@ class Line:
             raise InputError(
                 f"{self.where}: its messages are no roles and contents, with one of a user", option
             )
+        check_text("".join(each["content"] for each in said), option, self.where)
         return tuple(said)
 
 
@@ -114,14 +120,9 @@ def _lower(fields: Values) -> dict[str, object]:
 
 def _line(number: int, line: bytes, where: str) -> Line:
     try:
-        given = json.loads(line)
-    except (ValueError, RecursionError):
-        return Line(number, {}, where, "is not JSON")
-    return (
-        Line(number, _lower(given), where)
-        if isinstance(given, dict)
-        else Line(number, {}, where, "is no object")
-    )
+        return Line(number, _lower(parse_object(line)), where)
+    except ValueError as error:
+        return Line(number, {}, where, str(error))
 
 
 def _rows(path: Path, option: str) -> list[Object]:

@@ -72,7 +72,8 @@ def resume(
         run = read_run(path)
         saved = read_saved(path, run.prompt, row_bytes(run.config))
         _refuse_conflicts(run, asked, (*_MAY_CHANGE, *_MAY_MOVE))
-        config = _changed(run.config, asked)
+        free = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
+        config = changed(run.config, free)
         made = len(saved.tokens)
         _refuse_tokens(saved, path, config.text.length, discard_damaged)
         ended = made > 0 and saved.tokens[-1] in run.rules.ends
@@ -86,6 +87,7 @@ def resume(
             # some may have been installed since
             wanted = replace(wanted, heads=NO_HEADS)
         model = loaded or load_exact_or_not(wanted, "exact" in asked)
+        model = replace(model, eos_ids=run.eos_ids)  # other versions know of others
         draft = _refuse_other_model(run, config, model).get("draft")
         job = _continued(run, saved, config, model, lock, ended)
         unlocking.pop_all()
@@ -212,13 +214,6 @@ def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequenc
             )
 
 
-def _changed(config: RunConfig, asked: Mapping[str, object]) -> RunConfig:
-    """The run's configuration with what may change."""
-    return changed(
-        config, {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
-    )
-
-
 def load_exact_or_not(config: ModelConfig, typed: bool) -> LoadedModel:
     """A run's model loaded as it was then; where exact passes cannot be had, and were not typed,
     without them.
@@ -260,7 +255,7 @@ def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -
     """Refuse a model that is not the one the run was made with; returns what it is."""
     identity = identity_of(model)
     known = run.record.model
-    for what in ("weights", "config", "eos_ids", "heads"):
+    for what in ("weights", "config", "heads"):
         if identity[what] != known.get(what):
             message = (
                 f"{model.name} is not the model that {run.path} was made with: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from tswift.errors import (
     InputError,
     NoFault,
     SlowWarning,
+    check_text,
+    notice,
     renaming,
     suggesting_names,
 )
@@ -76,6 +79,8 @@ PRODUCTS = {
     KERNELS: "kernels' products of integers",
 }
 
+_MARK = re.compile(r"<\|[^\s<>]+\|>|<\w+_of_turn>")  # in a chat template
+
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel:
@@ -124,11 +129,35 @@ class LoadedModel:
         """
         return execution_note(self.target)
 
+    @property
+    def ends(self) -> str:
+        """The tokens that end a text, for people."""
+        return " ".join(map(self.tokenizer.decode, self.eos_ids)) or "none"
+
     def encode(self, text: str, bare: bool = False) -> list[int]:
-        """The token ids of a prompt, with a beginning-of-text token if the model wants one."""
+        """The token ids of a prompt, with a beginning-of-text token if the model wants one and it
+        is not ``bare``, as a chat template is that has been filled in.
+
+        A :class:`Notice` tells of a second token of that kind, and of what a template tears apart.
+        """
+        check_text(text, "prompt")
         with silence(), as_input_error(self.name, "its tokenizer: "):
             ids = list(
                 self.tokenizer(text, **({"add_special_tokens": False} if bare else {}))["input_ids"]
+            )
+        own = self.tokenizer
+        if bare:
+            known = {None, own.unk_token_id, *ids}
+            torn = {
+                each for each in _MARK.findall(text) if own.convert_tokens_to_ids(each) not in known
+            }
+            if torn:
+                notice(
+                    f"{self.name} has {', '.join(sorted(torn))} as words, and no tokens of a text"
+                )
+        elif ids[:2] == [getattr(own, "bos_token_id", None)] * 2:
+            notice(
+                f"the prompt begins with {own.bos_token}, and {self.name} adds another before it"
             )
         size = self.target.vocab_size
         if ids and max(ids) >= size:

@@ -68,6 +68,13 @@ _SIZES = (
 )
 # no more than these take no time to build; and most where no weights are here
 _FEW, _UNSEEN = {_LAYERS: 128, _SIZES: 1 << 16}, {_LAYERS: 1 << 10, _SIZES: 1 << 24}
+# tokens that end a text or a turn by their names alone, as llama.cpp of October 2026 has them
+_ENDS = (
+    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <|endoftext|> <end_of_turn> <turn|> "
+    "<eos> </s> <|return|> <|call|> <|calls|> <|flush|> <|tool_response> <EOT> _<EOT> [EOT] [EOS] "
+    "<end_of_utterance> <\uff5cend▁of▁sentence\uff5c> [e~[ <|ifm|im_end|>"
+)
+_ENDS_OF_PARTS = {"<|return|>", "<|flush|>"}  # beside these "<|end|>" ends a part of an answer
 
 
 # by name; every shape has 131,072 positions and bfloat16 weights
@@ -400,7 +407,9 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def eos_ids(
     model: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
-    """The token ids that end a text, by all that a checkpoint says of them."""
+    """The token ids that end a text or a turn, by all that a checkpoint says of them, and by their
+    names where they are control tokens or stand in the chat template.
+    """
     tokens: list[int] = []  # as far as they are what they should be
     for holder in (network.generation_config, network.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
@@ -412,7 +421,16 @@ def eos_ids(
                 f"{vocab_size:,}"
             )
             raise InputError(f"{model} {reason}", "model")
-    return tuple(sorted(set(tokens)))
+    known: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()  # random weights have none
+    if known.keys() & _ENDS_OF_PARTS:
+        known.pop("<|end|>", None)
+    for name in _ENDS.split():
+        if known.get(name, vocab_size) < vocab_size and (
+            name in str(tokenizer.chat_template)
+            or not tokenizer.decode(known[name], skip_special_tokens=True)
+        ):
+            tokens.append(known[name])
+    return tuple(sorted({*tokens}))
 
 
 def refuse_code(values: Mapping[str, object], model: str) -> None:

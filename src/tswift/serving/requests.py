@@ -6,7 +6,6 @@ here imports torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from secrets import randbits
@@ -14,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tswift.errors import InputError, Object, did_you_mean
-from tswift.jobs.config import RunConfig, check_prompt
-from tswift.options import Values, options_of
-from tswift.sampling.parameters import SamplingParams
+from tswift.errors import InputError, Object, did_you_mean, parse_object
+from tswift.jobs.config import FIELDS, RunConfig, check_prompt, options_from
+from tswift.options import Values
 from tswift.serving.config import job
 
 
@@ -58,24 +56,9 @@ class Request:
     model: str
 
 
-# fields that become options of the job, by what they are called there
-_OPTIONS = {"max_tokens": "length", "max_completion_tokens": "length"} | {
-    name: name
-    for name in (
-        "seed",
-        "method",
-        "stop_at_eos",
-        "ignore_eos",
-        "stop",
-        "stop_on_loop",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        *(each.name for each, _ in options_of(SamplingParams)),
-    )
-}
-_LISTS = ("stop", "stop_token_ids")  # of these, where JSON has a list
 _MOST_TEXTS = 16
 _SWITCHES = ("stream", "figures", "cancel_on_disconnect", "echo")
+_OPTIONS = {**FIELDS, "method": "method"}
 _KNOWN = (*_OPTIONS, *_SWITCHES[:3], "model", "n", "stream_options", "user", "logprobs")
 # fields that are not served, and the values, besides null, with which they ask for nothing
 _NOT_SERVED: dict[str, tuple[object, ...]] = {
@@ -96,31 +79,11 @@ _NOT_SERVED: dict[str, tuple[object, ...]] = {
 
 
 def parse_body(data: bytes) -> Object:
-    """The JSON object in a request's body; no name may stand twice in an object,
-    and texts must be Unicode.
-    """
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a name stands twice in an object")
-        return found
-
-    def no_number(name: str) -> None:
-        raise ValueError(f"{name} is no number")
-
+    """The JSON object in a request's body; see :func:`parse_object`."""
     try:
-        body = json.loads(data.decode(), object_pairs_hook=once, parse_constant=no_number)
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeError:
-        raise Refused(400, "the body is not UTF-8 text, or has incomplete characters") from None
-    except (ValueError, RecursionError) as error:
-        raise Refused(
-            400, f"the body is not JSON: {str(error)[:200] or 'nested too deeply'}"
-        ) from None
-    if not isinstance(body, dict):
-        raise Refused(400, "the body must be a JSON object")
-    return body
+        return parse_object(data)
+    except ValueError as error:
+        raise Refused(400, f"the body {error}") from None
 
 
 class _Strict(BaseModel):
@@ -212,35 +175,26 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
             raise _wrong("stream_options", "goes with stream")
         wants |= {"include_usage"} if checked.stream_options.include_usage else set()
     prompt = _said(checked.messages) if chat else _prompt(given["prompt"])
-    names = {option: name for name, option in _OPTIONS.items() if name in given}
-    asked = {option: given[name] for option, name in names.items()}
-    limits = [name for name, option in _OPTIONS.items() if option == "length" and name in given]
-    if len(limits) == 2 and repr(given[limits[0]]) != repr(given[limits[1]]):
-        raise _wrong(limits[1], f"and {limits[0]} must be the same where both are given")
-    if isinstance(stop := asked.get("stop", []), str):  # "" stops nowhere
-        asked["stop"] = (stop,) if stop else ()
-    for name in _LISTS:
-        if isinstance(value := asked.get(name), list):
-            asked[name] = tuple(value)
-    counted = given.get("logprobs") is not None
-    if chat and given.get("logprobs", False) not in (True, False):
-        raise _wrong("logprobs", "must be true or false")
-    if chat and not given.get("logprobs"):
-        if "top_logprobs" in given:
-            raise _wrong("top_logprobs", "goes with logprobs")
-    elif counted:
-        asked["logprobs"] = given.get(count_field, 0)
-        names["logprobs"] = count_field
-    if "logprobs" in asked and checked.echo:
-        raise _wrong("echo", "goes without logprobs")
-    asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
-    usual = {"stop_at_eos": not asked.get("ignore_eos"), "include_stop_str_in_output": False}
+    names: dict[str, str] = {}
     try:
+        asked, names = options_from(given, _OPTIONS)
+        if chat and given.get("logprobs", False) not in (True, False):
+            raise _wrong("logprobs", "must be true or false")
+        if chat and not given.get("logprobs"):
+            if "top_logprobs" in given:
+                raise _wrong("top_logprobs", "goes with logprobs")
+        elif "logprobs" in given:
+            asked["logprobs"] = given.get(count_field, 0)
+            names["logprobs"] = count_field
+        if "logprobs" in asked and checked.echo:
+            raise _wrong("echo", "goes without logprobs")
+        asked["seed"] = asked.get("seed", typed.get("seed", randbits(31)))
+        usual = {"stop_at_eos": not asked.get("ignore_eos"), "include_stop_str_in_output": False}
         config = job(typed, {**usual, **asked}, prompt, chat)
     except InputError as error:
         raise refused(error, names, prompt_field) from None
+    limit = names.get("length")
     kept = {**body, "seed": asked["seed"]}
-    limit = next(iter(limits), None)
     return Request(frozenset(wants), config, checked.n, limit, prompt, kept, typed, model)
 
 

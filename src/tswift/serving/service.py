@@ -12,7 +12,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +21,8 @@ from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
-from tswift.errors import MAX_RECORD, DecodeError, InputError, parse_json
-from tswift.jobs.config import RunConfig, render_chat
+from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, parse_json
+from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.folder import (
     BROKEN,
     FAILED,
@@ -46,6 +45,7 @@ from tswift.jobs.job import row_bytes, start, with_sampling
 from tswift.jobs.resuming import resume
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
+from tswift.memory import refuse_ids
 from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
@@ -83,6 +83,7 @@ class Service:
         self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[Run | None] = SimpleQueue()
         self._closing = False
+        self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
         self._recover()
         self.thread = threading.Thread(target=self._work, name="decoding")
@@ -210,6 +211,7 @@ class Service:
     def _again(self, run: Run) -> Run:
         """Queue a run that is not open."""
         again = Run(run.path, run.config, run.request, run.created, prompt_tokens=run.prompt_tokens)
+        again.stats = run.stats
         self._runs[run.id] = again
         self._turns.put(again)
         return again
@@ -271,28 +273,20 @@ class Service:
         config = request.config
         chat = "chat" in request.wants
         try:
+            ids: Sequence[int] = request.prompt
             if chat:
-                text = render_chat(model.tokenizer, model.name, request.prompt)
-                ids: Sequence[int] = model.encode(text, bare=True)
-            else:
-                ids = (
-                    model.encode(request.prompt)
-                    if isinstance(request.prompt, str)
-                    else request.prompt
-                )
-            if not ids or not all(0 <= token < target.vocab_size for token in ids):
-                raise InputError(
-                    f"must have tokens, all of them below {target.vocab_size:,}", "prompt"
-                )
+                ids = Text("chat", "", messages=request.prompt).encode(model, chat)
+            elif isinstance(request.prompt, str):
+                ids = model.encode(request.prompt)
+            if not ids:
+                raise InputError("must have tokens", "prompt")
             self._refuse_excess(len(ids), 1, "prompt")
             if request.limit is not None:
                 self._refuse_excess(len(ids), config.text.length, request.limit)
-            for name in ("logit_bias", "stop_token_ids"):
-                for token in getattr(config.sampling, name):
-                    if token >= target.vocab_size:
-                        raise InputError(
-                            f"has token id {token:,}, the model has {target.vocab_size:,}", name
-                        )
+            named = {
+                name: getattr(config.sampling, name) for name in ("logit_bias", "stop_token_ids")
+            }
+            refuse_ids(target.vocab_size, prompt=ids, **named)
             beside = model.draft is not None
             resolve(config.method, target, model.heads, config.drafting, beside)
             if "draft_model" in find_method(config.method).needs and model.draft is None:
@@ -369,8 +363,11 @@ class Service:
         return FAILED
 
     def _note(self, run: Run, state: str = "") -> None:
-        with suppress(OSError, InputError):
+        try:
             run.store(state)
+            self._unwritten.pop(run.id, None)
+        except (OSError, InputError):
+            self._unwritten[run.id] = {"state": state, "reason": run.reason}
 
     # --- folders
 
@@ -410,8 +407,9 @@ class Service:
                 request,
                 int(content["created"]),
             )
-            run.state = str(content.get("state", ""))
-            run.reason = str(content.get("reason", ""))
+            last = self._unwritten.get(path.name, content)
+            run.state = str(last.get("state", ""))
+            run.reason = str(last.get("reason", ""))
         except (KeyError, TypeError, ValueError, AttributeError, Refused) as error:
             raise InputError(f"{file} is broken: {error!r:.200}") from None
         return run

@@ -78,6 +78,9 @@ TOGETHER = {
         --quiet=1 | --quiet
         --stop-at-eos 1 | 1
         -x | -x
+        --keep-special-tokens --skip-special-tokens | --skip-special-tokens: is given both ways
+        --no-stop-at-eos --stop-at-eos | --stop-at-eos: is given both ways
+        --skip-too-long | --skip-too-long: goes with --prompts
     """,
     "compare": """
         --methods ar,standalone | --draft-model
