@@ -71,12 +71,9 @@ OF_A_TEXT = (
 )
 # fields of a request, or of a line of prompts, by the options that they become
 FIELDS = {
-    **dict.fromkeys(("max_completion_tokens", "max_tokens"), "length"),
-    **{
-        name: name
-        for name in ("seed", *OF_A_TEXT, *(each.name for each, _ in options_of(SamplingParams)))
-    },
-}
+    name: name
+    for name in ("seed", *OF_A_TEXT, *(each.name for each, _ in options_of(SamplingParams)))
+} | dict.fromkeys(("max_completion_tokens", "max_tokens"), "length")
 BUNDLED = "long-novel.txt"
 BUNDLED_PREFILL = 1024  # tokens of the bundled prompt that are used if nothing is said
 # of a prompt: some ten million tokens, which take a minute and gigabytes to be found
@@ -585,9 +582,9 @@ class RunConfig:
         """
         ends = self.ends_at_eos or self.stop or params.stop_token_ids
         idle = [
-            *([] if params.temperature else OFF),
-            *([] if params.penalises else ["window"]),
-            *([] if ends else ["min_tokens", "include_stop_str_in_output"]),
+            *(OFF if params.greedy else ()),
+            *(() if params.penalises else ("window",)),
+            *(() if ends else ("min_tokens", "include_stop_str_in_output")),
         ]
         named = [f"--{name.replace('_', '-')}" for name in idle if name in self.given]
         return [f"without effect here: {', '.join(named)}"] if named else []
