@@ -187,7 +187,7 @@ def test_a_model_with_states_writes_the_same_text(graphs, on_a_device, kind, met
         load_own_head(target)
     draft = target_of(graphs, layers=1, kind="mqa") if method == "standalone" else None
     drafter = make_drafter(method, target, tiny_heads(), options_for(method, **SIMPLE), draft)
-    decoding = Decoding(target, random_prompt(50), PARAMS, 3, drafter, 30)
+    decoding = Decoding(target, random_prompt(50), PARAMS, 3, drafter, 16)
     text: list[int] = []
     accepted = []
     for step in decoding.steps():
@@ -198,7 +198,7 @@ def test_a_model_with_states_writes_the_same_text(graphs, on_a_device, kind, met
             assert aside == of_states_on_the_host(kind)[len(text) :][: len(aside)]
     assert target.replays
     assert target.fallbacks == {}
-    assert text == of_states_on_the_host(kind)[:30]
+    assert text == of_states_on_the_host(kind)[:16]
     assert max(accepted) > 0 or method in ("ar", "standalone")
 
 
