@@ -256,6 +256,10 @@ def test_a_loop_ends_every_method_at_the_same_token(model):
         for method in ("ar", "auto", "medusa"):
             steps = generate(model, PROMPT, 400, method=method, params=greedy, stop_on_loop=most)
             assert tokens_of(steps) == whole[:end]
+        rest = generate(
+            model, PROMPT, 400, params=greedy, stop_on_loop=most, written=whole[: end - 5]
+        )
+        assert tokens_of(rest) == whole[end - 5 : end]
     with refused("the text so far ends in a loop"):
         list(generate(model, PROMPT, 400, params=greedy, stop_on_loop=most, written=whole[:end]))
     with refused("must be an integer above 0"):
