@@ -58,7 +58,7 @@ CODES, CODES_ON_DEVICE = "forward/test_codes.py", "forward/test_codes_on_device.
 FLOATS = "forward/test_floats.py"
 WALK = "decoding/test_device_tree.py"
 INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architectures.py"
-GGUF = "models/test_gguf.py"
+GGUF, KEYS = "models/test_gguf.py", "models/test_gguf_keys.py"
 TOKENIZER = "models/test_gguf_tokenizer.py"
 REMEMBERED, CHECKING = "test_remembered.py", "test_checking.py"
 RECURRENT = "forward/test_recurrent.py"
@@ -329,17 +329,31 @@ FAULTS = [
           "each[outputs // _GROUP, :, :, outputs % _GROUP]", "each[outputs // _GROUP, :, :, 0 * outputs]"),
     Fault("rows of queries and keys stay as llama.cpp has them", "models/gguf.py", GGUF,
           "if heads is not None and self.architecture.permuted:", "if False:"),
-    Fault("the minimum of a block of Q4_K is added", "models/gguf.py", GGUF,
+    Fault("the minimum of a block of Q4_K is added", "models/gguf_blocks.py", GGUF,
           "blocks[:, 16:], 4, 32), _half(blocks, 0) * scale, -(",
           "blocks[:, 16:], 4, 32), _half(blocks, 0) * scale, ("),
-    Fault("the high bits of Q6_K are those of the block before", "models/gguf.py", GGUF,
+    Fault("the high bits of Q6_K are those of the block before", "models/gguf_blocks.py", GGUF,
           "_fields(qh, 2, 32) << np.uint8(4), scale", "np.roll(_fields(qh, 2, 32), 32, 1) << np.uint8(4), scale"),
     Fault("a tensor may end behind its file", "models/gguf.py", GGUF,
           "if there.start + there.bytes > len(header.data):", "if there.start > len(header.data):"),
     Fault("norms of Gemma multiply by one more than a file says", "models/gguf.py", f"{GGUF}::test_the_model_is_that_of_the_dequantised_weights",
           "weight = weight - 1", "weight = weight - 0"),
-    Fault("windows of Gemma 3 turn as all its layers do", "models/gguf.py", f"{GGUF}::test_the_model_is_that_of_the_dequantised_weights",
-          '(f"{prefix}rope.freq_base_swa", _NEAR)', '(f"{prefix}rope.freq_base", _NEAR)'),
+    Fault("windows of Gemma 3 turn as all its layers do", "models/gguf_keys.py", f"{GGUF}::test_the_model_is_that_of_the_dequantised_weights",
+          'keys.take("rope.freq_base_swa", _BASE)', 'keys.take("rope.freq_base_swa", base)'),
+    Fault("a key that nobody knows is skipped", "models/gguf_keys.py", KEYS,
+          "if key not in _KNOWN:", "if False:"),
+    Fault("a key of other architectures is skipped without a word", "models/gguf_keys.py", KEYS,
+          'self.tell(key, "not used, as llama.cpp does not use it here")', "pass"),
+    Fault("a factor without a type scales nothing", "models/gguf_keys.py", KEYS,
+          'keys.pop("rope.scaling.type", "linear")', 'keys.pop("rope.scaling.type", "none")'),
+    Fault("what multiplies cosines is YaRN's own factor alone", "models/gguf_keys.py", KEYS,
+          "scale = given * max(usual, 1.0)", "scale = max(usual, 1.0)"),
+    Fault("windows of OLMo 3 are scaled as its other layers", "models/gguf_keys.py", KEYS,
+          'near = {"rope_type": "default", "rope_theta": base}', "near = dict(rope)"),
+    Fault("a base that a file does not say is the class's own", "models/gguf_keys.py", KEYS,
+          "_BASE = 10_000.0", "_BASE = 2_000_000.0"),
+    Fault("any file is a GGUF file", "models/checkpoint.py", GGUF,
+          'return file.read(4) == b"GGUF"', "return True"),
     Fault("a way to cut text into words that is not known is as good as another", "models/gguf_tokenizer.py", TOKENIZER,
           "if pre not in SPLITS:", "pre = pre if pre in SPLITS else 'gpt-2'\n    if False:"),
     Fault("digits are one word", "models/gguf_tokenizer.py", TOKENIZER,
@@ -691,7 +705,7 @@ FAULTS = [
     Fault("scales of codes are not counted on a GPU", "loading/packing.py", "cli/test_integer_weights.py::test_a_floor_on_a_gpu_counts_codes_and_scales",
           "2 * torch.float16.itemsize", "0 * torch.float16.itemsize"),
     Fault("scales without minima are counted as halves on a GPU", "loading/packing.py", f"{CODES_ON_DEVICE}::test_those_of_a_file_are_the_same_on_a_device",
-          "_FLOAT if numbers == 1 and dtype != torch.float32 else size", "size"),
+          "_FLOAT if form.numbers == 1 and dtype != torch.float32 else form.bytes", "form.bytes"),
     Fault("scales and minima on a device are halves whatever they are", "models/codes.py", f"{CODES_ON_DEVICE}::test_those_of_a_file_are_the_same_on_a_device",
           "half = minima and all(", "half = minima or all("),
     Fault("scales of halves and of floats are read alike", "models/codes.py", f"{CODES_ON_DEVICE}::test_scales_of_both_dtypes_are_read_in_one_launch",

@@ -36,7 +36,8 @@ from tswift.loading.plan import ModelPlan, _refuse_unfit
 from tswift.models.checkpoint import Checkpoint
 from tswift.models.codes import UNIT, Codes, CodesOnDevice, quantize
 from tswift.models.config import ModelConfig
-from tswift.models.gguf import _DECODERS, read_gguf
+from tswift.models.gguf import read_gguf
+from tswift.models.gguf_blocks import CODED
 from tswift.speculators.heads import lm_head_rows
 from tswift.speculators.mtp import MtpSpeculator
 
@@ -126,15 +127,16 @@ def test_a_code_that_stands_for_nothing_leaves_room_for_all(zero):
     assert torch.equal(CodesOnDevice(given).whole(), given.dequantized())
 
 
-@pytest.mark.parametrize("kind", _DECODERS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", CODED, ids=lambda kind: kind.name)
 def test_those_of_a_file_are_the_same_on_a_device(kind, tmp_path):
     write_one(tmp_path / "one.gguf", kind)
     file = read_gguf(tmp_path / "one.gguf")
     given = file.read(file.tensors["one"])
     assert isinstance(given, Codes)
     held = CodesOnDevice(given)
-    _, block, numbers, _ = file.form(file.tensors["one"])
-    assert (held.bits, held.block) == (_DECODERS[kind][0], block)
+    form = file.tensors["one"].form
+    block, numbers = form.block, form.numbers
+    assert (held.bits, held.block) == (CODED[kind][0], block)
     kept = held.bytes[0, :, : held.outputs], held.factors[:, : held.outputs]
     assert sum(each.nbytes for each in kept) == packing.gguf_bytes(file, torch.bfloat16)
     assert ulps(held.whole(), given) <= (0 if numbers == 1 else 2)

@@ -254,7 +254,7 @@ def load(
         model: ``demo`` (the bundled model), a folder, or a hub id. Only safetensors weights are
             read, and no code from the checkpoint is run. ``shape:NAME`` is a published model's
             shape with random weights, for timing. Or a GGUF file, a folder with one, or
-            ``REPO:FILE.gguf`` of the hub, whose weights stay in 4 or 8 bits.
+            ``REPO:FILE.gguf`` or ``REPO:Q4_K_M`` of the hub, whose weights stay in 4 or 8 bits.
         device: ``cpu``, ``cuda``, ``cuda:1`` and so on; ``auto`` takes CUDA where there is one.
         dtype: ``float32``, ``float64``, ``bfloat16`` or ``float16``, as ``bf16`` or
             ``torch.bfloat16`` too; ``auto`` is float32 on the CPU, the checkpoint's own on CUDA,
@@ -467,6 +467,8 @@ def _load_network(
             about = weights, config_hash(network), backend, plan.dtype, kv_dtype
             checks = Checks(*about, usual, products)
         target = wrap_model(network, model, backend, kv_dtype=kv_dtype, usual=usual, checks=checks)
+    for line in file.told.values() if file else ():
+        notice(line)
     loaded = LoadedModel(
         model,
         tokenizer,

@@ -128,9 +128,9 @@ def gguf_bytes(file: GGUFFile, dtype: torch.dtype = torch.float32, read: bool = 
         if read and name in unread:
             continue
         if stored.quantised:
-            bits, block, numbers, size = file.form(stored)
-            each = _FLOAT if numbers == 1 and dtype != torch.float32 else size
-            total += _packed_bytes(count, bits, block, numbers * each)
+            form = stored.form
+            each = _FLOAT if form.numbers == 1 and dtype != torch.float32 else form.bytes
+            total += _packed_bytes(count, form.bits, form.block, form.numbers * each)
         else:
             total += count * dtype.itemsize
     return total
@@ -163,7 +163,8 @@ def load_gguf(
     """The network of a GGUF file; its matrices on a device."""
     file, config = checkpoint.gguf, checkpoint.config
     assert file is not None
-    named = file.names(dict(checkpoint.skeleton.named_parameters()))
+    parameters = dict(checkpoint.skeleton.named_parameters())
+    named = file.names(parameters)
     # as in :func:`_filled`
     stored = dict(sorted(named.items(), key=lambda item: -prod(item[1].shape)))
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -172,20 +173,12 @@ def load_gguf(
         weight = file.read(stored[name], heads.get(name.split(".")[-2]))
         return packed_on(weight, device) if isinstance(weight, Codes) else weight
 
+    weights: dict[str, Matrix] = {
+        name: torch.zeros(parameters[name].shape) for name in parameters.keys() - stored.keys()
+    }
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        weights = dict(zip(stored, pool.map(read, stored), strict=True))
-    network = _filled(config, dtype, weights.pop, device)
-    factors = file.rope_factors()
-    if factors is not None:
-        rotary = network.get_decoder().rotary_emb
-        if factors.shape != rotary.inv_freq.shape:
-            raise file.refusal(
-                f"has {len(factors):,} factors of frequencies, its heads have "
-                f"{len(rotary.inv_freq):,}"
-            )
-        rotary.inv_freq.div_(factors)
-        rotary.original_inv_freq.copy_(rotary.inv_freq)
-    return network
+        weights |= zip(stored, pool.map(read, stored), strict=True)
+    return _filled(config, dtype, weights.pop, device)
 
 
 def missing_names(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor]) -> list[str]:

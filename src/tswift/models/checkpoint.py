@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import constants, get_session, hf_hub_download
+from huggingface_hub import constants, get_session, hf_hub_download, list_repo_files
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -178,13 +178,18 @@ def find_source(model: str) -> tuple[str, Path | None]:
     if path.is_dir():
         single = _only_gguf(path)
         return (str(path), path) if single is None else (str(single), path)
-    if path.exists() and path.suffix == SUFFIX:
-        return str(path), path.parent
     if path.exists():
-        raise InputError(f"{model} is a file; give the folder it is in, or a GGUF file", "model")
-    repository, _, file = model.partition(":")
-    if file.endswith(SUFFIX) and _is_hub_id(repository):
-        fetched = _fetched(repository, file)
+        if path.suffix != SUFFIX and not begins_as_gguf(path):
+            raise InputError(
+                f"{model} is a file; give the folder it is in, or a GGUF file", "model"
+            )
+        return str(path), path.parent
+    place, _, wanted = model.rpartition(":")
+    folder = Path(place).expanduser()
+    if place and folder.is_dir():
+        return str(folder / _fitting(place, wanted, _ggufs(folder))), folder
+    if _is_hub_id(place):
+        fetched = _fetched(place, wanted)
         return str(fetched), fetched.parent
     if not _is_hub_id(model):
         if path.suffix == SUFFIX:
@@ -197,30 +202,58 @@ def find_source(model: str) -> tuple[str, Path | None]:
     return model, None
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """Whether a file begins as those of llama.cpp do, whatever it is called."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
+
+
 def _is_hub_id(name: str) -> bool:
     """Whether a name could be a repository's, and is no path."""
     path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     return bool(name) and not path and not name.endswith(SUFFIX)
 
 
+def _ggufs(folder: Path) -> list[str]:
+    """The names of a folder's GGUF files."""
+    return sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
+
+
 def _only_gguf(folder: Path) -> Path | None:
     """The GGUF file of a folder that has no other weights; None for no such folder."""
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return None
-    files = sorted(folder.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files[:4])
+    files = _ggufs(folder)
+    return folder / _fitting(str(folder), "", files) if files else None
+
+
+def _fitting(place: str, wanted: str, files: Sequence[str]) -> str:
+    """The one of a place's GGUF files that is called so, or whose name ends so:
+    ``Q4_K_M`` for ``tiny.Q4_K_M.gguf``, in letters of either case.
+    """
+    end = re.compile(rf"(.*[^a-z0-9])?{re.escape(wanted)}({SUFFIX})?", re.IGNORECASE)
+    found = [file for file in files if not wanted or end.fullmatch(file)]
+    found = [file for file in found if len(found) == 1 or "mmproj" not in file]
+    if len(found) != 1:
+        names = ", ".join((found or files)[:4])
+        kind = f" {wanted}" * bool(wanted)
         raise InputError(
-            f"{folder} holds {len(files)} GGUF files ({names}); name one of them", "model"
+            f"{place} holds {len(found)} GGUF files{kind} ({names}); name one of them, as "
+            f"{place}:FILE{SUFFIX}",
+            "model",
         )
-    return files[0] if files else None
+    return found[0]
 
 
 @cache
-def _fetched(repository: str, file: str) -> Path:
-    """A file of the hub, where it was put here; asked for once in a process."""
-    with silence(), hub(), as_input_error(f"{repository}:{file}"):
-        return Path(hf_hub_download(repository, file))
+def _fetched(repository: str, wanted: str) -> Path:
+    """A GGUF file of the hub, where it was put here; asked for once in a process."""
+    with silence(), hub(), as_input_error(f"{repository}:{wanted}"):
+        if not wanted.endswith(SUFFIX):
+            files = [file for file in list_repo_files(repository) if file.endswith(SUFFIX)]
+            wanted = _fitting(repository, wanted, files)
+        return Path(hf_hub_download(repository, wanted))
 
 
 @dataclass(frozen=True)
@@ -259,7 +292,7 @@ class Checkpoint:
     @cached_property
     def gguf(self) -> GGUFFile | None:
         """What the header of its GGUF file says; None for a model that is no such file."""
-        if self.folder is None or not self.source.endswith(SUFFIX):
+        if self.folder is None or not Path(self.source).is_file():
             return None
         from tswift.models.gguf import (
             read_gguf,  # the package for its numbers is asked for by files
@@ -279,7 +312,9 @@ class Checkpoint:
             refuse_broken(self.folder)
         with silence(), hub(self.on_hub), as_input_error(model):
             if self.gguf is not None:
-                values = self.gguf.config_values()
+                from tswift.models.gguf_keys import configuration
+
+                values = configuration(self.gguf)
                 refuse_code(values, model)
                 refuse_excess(values, self.gguf.tensors, model)
                 config = AutoConfig.for_model(**values)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tswift.errors import InputError
 from tswift.models.codes import Codes
+from tswift.models.gguf_blocks import CODED, Bytes, Coded
 from tswift.sampling.generation_config import LLAMA_CPPS_VALUES
 
 _MAGIC = b"GGUF"
@@ -36,8 +36,6 @@ _NUMBERS = "BbHhIif?"  # formats of ``struct``, by the type of a value in the me
 _STRING, _ARRAY = 8, 9
 _WIDE = {10: "Q", 11: "q", 12: "d"}
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 Value = int | float | bool | str
 
 
@@ -55,7 +53,12 @@ class StoredWeight:
     @property
     def quantised(self) -> bool:
         """Whether it is read as codes."""
-        return self.kind in _DECODERS
+        return self.kind in CODED
+
+    @property
+    def form(self) -> Coded:
+        """How its codes are held."""
+        return CODED[self.kind]
 
     @property
     def bytes(self) -> int:
@@ -72,20 +75,22 @@ class GGUFFile:
     metadata: Mapping[str, Value]
     arrays: Mapping[str, list[Any]]  # those among the metadata
     tensors: Mapping[str, StoredWeight]
+    # where something else is served than it seems to say, in a line each, by key
+    told: dict[str, str] = field(default_factory=dict)
 
     @property
-    def architecture(self) -> _Architecture:
-        """The family of models.
+    def architecture(self) -> Architecture:
+        """The family of models."""
+        return ARCHITECTURES[self._architecture_name]
 
-        Raises:
-            InputError: none that is read here.
-        """
+    @property
+    def _architecture_name(self) -> str:
         name = self.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
             raise self.refusal(
                 f"has the architecture {name!r:.40}; tswift reads {', '.join(ARCHITECTURES)}"
             )
-        return ARCHITECTURES[str(name)]
+        return str(name)
 
     @property
     def kinds(self) -> str:
@@ -101,23 +106,15 @@ class GGUFFile:
         """An error about this file."""
         return InputError(f"{self.path} {reason}", "model")
 
-    def config_values(self) -> dict[str, object]:
-        """What transformers' configuration is to say, by its names."""
-        own = self.architecture
-        prefix = f"{self.metadata['general.architecture']}."
-        values: dict[str, Any] = {"model_type": own.model_type}
-        for name, key in {**_FIELDS, **own.fields}.items():
-            if prefix + key in self.metadata:
-                values[name] = self.metadata[prefix + key]
-        for name in _REQUIRED:
-            if name not in values:
-                raise self.refusal(f"lacks {prefix}{_FIELDS[name]} in its metadata")
-        if self.metadata.get(f"{prefix}expert_count"):
-            raise self.refusal("has a mixture of experts, which tswift does not read from GGUF")
+    def own_values(self) -> dict[str, object]:
+        """What transformers' configuration is to say by what is no key of the architecture."""
+        values: dict[str, Any] = {"dtype": self._number_type()}
         if _EMBEDDINGS in self.tensors:  # there may be fewer tokens
             values["vocab_size"] = self.tensors[_EMBEDDINGS].shape[0]
-        values["dtype"] = self._number_type()
-        values["tie_word_embeddings"] = "output.weight" not in self.tensors
+        tied = self.architecture.tied
+        values["tie_word_embeddings"] = (
+            "output.weight" not in self.tensors if tied is None else tied
+        )
         for name in ("bos", "eos", "pad"):
             values[f"{name}_token_id"] = self._token(name.replace("pad", "padding"))
         turn = self._token("eot")  # what ends an answer, where that is another token
@@ -125,36 +122,12 @@ class GGUFFile:
             values["eos_token_id"] = [
                 token for token in (values["eos_token_id"], turn) if token is not None
             ]
-        if own.delta:
-            values["num_hidden_layers"] -= self._mtp_layers
-            heads = values["linear_num_value_heads"]
-            values["linear_value_head_dim"] = values.pop("inner") // heads
-        values["rope_parameters"] = self._rope(prefix)
-        if own.two_rotaries:
-            near = {
-                "rope_type": "default",
-                "rope_theta": self.metadata.get(f"{prefix}rope.freq_base_swa", _NEAR),
-            }
-            values["rope_parameters"] = {
-                "full_attention": values["rope_parameters"],
-                "sliding_attention": near,
-            }
-        if own.halved:
-            values["query_pre_attn_scalar"] = self._query_scalar(values)
         return values
 
     @property
     def _mtp_layers(self) -> int:
         """How many of the last layers are an MTP head, which is not read."""
         return int(self.metadata.get(f"{self._architecture_name}.nextn_predict_layers", 0))
-
-    def _query_scalar(self, values: Mapping[str, Any]) -> int:
-        """Gemma's: the size of a head, but in its largest models,
-        whose number of layers llama.cpp knows them by.
-        """
-        share: int = values["hidden_size"] // values["num_attention_heads"]
-        large = values["num_hidden_layers"] == self.architecture.halved
-        return share if large else int(values.get("head_dim", share))
 
     def _token(self, name: str) -> Value | None:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -179,44 +152,9 @@ class GGUFFile:
         most = max({*kinds}, key=kinds.count, default=GGMLQuantizationType.F32)
         return str(_NUMBER_TYPES.get(most, torch.float32)).removeprefix("torch.")
 
-    def _rope(self, prefix: str) -> dict[str, object]:
-        """The parameters of rotary embeddings; factors by frequency are a tensor,
-        see :meth:`rope_factors`.
-        """
-        kind = self.metadata.get(f"{prefix}rope.scaling.type", "none")
-        rope: dict[str, object] = {"rope_type": {"none": "default"}.get(str(kind), kind)}
-        if f"{prefix}rope.freq_base" in self.metadata:
-            rope["rope_theta"] = self.metadata[f"{prefix}rope.freq_base"]
-        if self.architecture.partial:
-            width, heads, size, turned = (
-                int(self.metadata.get(prefix + key, 0))
-                for key in (
-                    *("embedding_length", "attention.head_count", "attention.key_length"),
-                    "rope.dimension_count",
-                )
-            )
-            rope["partial_rotary_factor"] = turned / (size or width / heads) if turned else 1.0
-        if kind not in ("none", "linear", "yarn"):
-            raise self.refusal(
-                f"has rotary embeddings of type {kind!r:.40}, which tswift does not read from GGUF"
-            )
-        if kind != "none":
-            rope["factor"] = self.metadata.get(f"{prefix}rope.scaling.factor", 1.0)
-        if kind == "yarn" and (
-            before := self.metadata.get(f"{prefix}rope.scaling.original_context_length")
-        ):
-            rope["original_max_position_embeddings"] = before
-        return rope
-
-    def rope_factors(self) -> Tensor | None:
-        """What the frequencies of rotary embeddings are divided by, as in Llama 3.1;
-        None for nothing.
-        """
-        stored = self.tensors.get(_FACTORS)
-        return None if stored is None else self._numbers(stored)
-
     def names(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredWeight]:
-        """The tensor of each of a model's parameters, by its name in transformers.
+        """The tensor of each of a model's parameters, by its name in transformers;
+        none of biases that it lacks, which are 0 then, as in llama.cpp.
 
         Raises:
             InputError: one is missing, left over, or of another shape or of a type that is not
@@ -240,6 +178,8 @@ class GGUFFile:
             elif kind == "dt_bias":
                 own = f"{known.get_name(f'{module}.dt_proj')}.bias"
             stored = self.tensors.get(own)
+            if stored is None and kind == "bias":
+                continue
             if stored is None:
                 raise self.refusal(f"lacks {own}, the weights of {name}")
             shape = parameter.squeeze(1).shape if parameter.dim() == 3 else parameter.shape
@@ -248,17 +188,15 @@ class GGUFFile:
                 raise self.refusal(f"has {own} of shape {list(stored.shape)}, {wanted}")
             found[name] = stored
         heads = tuple(f"blk.{layers - 1 - head}." for head in range(self._mtp_layers))
+        if heads and f"{heads[0]}nextn.eh_proj.weight" not in self.tensors:
+            raise self.refusal(f"lacks {heads[0]}nextn.eh_proj.weight, of its MTP head")
         left = {name for name in self.tensors if not name.startswith(heads)}
-        left -= {stored.name for stored in found.values()} | {_FACTORS}
+        left -= {stored.name for stored in found.values()} | {*FACTORS}
         if left:
             raise self.refusal(
                 f"has {min(left)}, which no {self.architecture.model_type} of transformers has"
             )
         return found
-
-    @property
-    def _architecture_name(self) -> str:
-        return str(self.metadata["general.architecture"])
 
     def read(self, stored: StoredWeight, heads: int | None = None) -> Codes | Tensor:
         """A tensor: codes of a quantised matrix, else numbers in the type that they are stored in.
@@ -269,11 +207,12 @@ class GGUFFile:
                 None for others.
         """
         weight: Codes | Tensor = (
-            self._codes(stored) if stored.kind in _DECODERS else self._numbers(stored)
+            self._codes(stored) if stored.kind in CODED else self.numbers(stored)
         )
         if self.architecture.delta and any(part in stored.name for part in _MIXED):
             return self._of_delta(stored.name, weight)
-        if self.architecture.centred and isinstance(weight, Tensor) and weight.dim() == 1:
+        norm = stored.name.endswith("norm.weight")
+        if self.architecture.centred and norm and isinstance(weight, Tensor):
             weight = weight - 1
         if heads is not None and self.architecture.permuted:
             weight = _rows(weight, _order(stored.shape[0], heads))
@@ -319,16 +258,6 @@ class GGUFFile:
             weight.codes[:, order], weight.scale[:, whole], weight.minimum[:, whole], weight.bits
         )
 
-    def form(self, stored: StoredWeight) -> tuple[int, int, int, int]:
-        """Of the codes of a quantised tensor: their bits, inputs per block, how many numbers scale
-        a block, and bytes of each.
-        """
-        kind = stored.kind.name
-        block = 16 if kind in ("Q2_K", "Q3_K", "Q6_K") else 32
-        # a minimum, unless one code stands for 0
-        numbers = 1 if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else 2
-        return _DECODERS[stored.kind][0], block, numbers, 4 if kind.endswith("K") else 2
-
     def beginning(self, stored: StoredWeight, most: int) -> bytes:
         """The first bytes of a tensor."""
         return np.fromfile(
@@ -342,7 +271,8 @@ class GGUFFile:
             raise self.refusal(f"is truncated: {stored.name} is not whole")
         return data
 
-    def _numbers(self, stored: StoredWeight) -> Tensor:
+    def numbers(self, stored: StoredWeight) -> Tensor:
+        """A tensor that is not quantised."""
         numbers = (
             torch.from_numpy(self._bytes(stored))
             .view(_NUMBER_TYPES[stored.kind])
@@ -357,16 +287,16 @@ class GGUFFile:
             raise self.refusal(
                 f"has {stored.name} with {len(stored.shape)} dimensions, and quantised"
             )
-        bits, decode = _DECODERS[stored.kind]
+        coded = stored.form
         blocks = self._bytes(stored).reshape(-1, GGML_QUANT_SIZES[stored.kind][1])
         with np.errstate(all="ignore"):  # what is not finite is refused below
             codes, scale, minimum = (
-                torch.from_numpy(np.ascontiguousarray(part)) for part in decode(blocks)
+                torch.from_numpy(np.ascontiguousarray(part)) for part in coded.decode(blocks)
             )
         if not (scale.isfinite().all() and minimum.isfinite().all()):
             raise self.refusal(f"is broken: {stored.name} has scales that are no finite numbers")
         rows = stored.shape[0]
-        return Codes(codes.view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1), bits)
+        return Codes(codes.view(rows, -1), scale.view(rows, -1), minimum.view(rows, -1), coded.bits)
 
 
 def _rows(weight: Any, order: Tensor) -> Any:
@@ -384,7 +314,7 @@ def _order(rows: int, heads: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Architecture:
+class Architecture:
     """How models of a family are found in GGUF."""
 
     model_type: str  # of transformers
@@ -393,46 +323,28 @@ class _Architecture:
     centred: bool = False
     partial: bool = False  # a share of each head may be turned
     delta: bool = False  # it has gated delta nets
+    tied: bool | None = None  # whether embeddings are the LM head; None where files differ
+    period: int = 0  # each so many-th layer sees all, others have windows; 0 for no such rule
+    window: int = 0  # tokens of a window, where a file does not say; 0 for all
     two_rotaries: bool = False  # layers with windows have rotary embeddings of their own
+    windowed: str = ""  # the type of transformers of models with windows, if it is another one
     # layers of the model whose queries are scaled by another size than a head's; 0 for no such rule
     halved: int = 0
-    # of the configuration, beside ``_FIELDS``
+    divided: bool = False  # frequencies may be, each by a number
+    by_length: bool = False  # by other numbers for long texts; and transformers knows no other type
+    # of the configuration, beside those that all have: what a file calls them
     fields: Mapping[str, str] = field(default_factory=dict)
+    only: Mapping[str, object] = field(default_factory=dict)  # the one value that is served
 
 
-_SAMPLING = {
-    "temperature": "temp",
-    **{name: name for name in ("top_k", "top_p", "min_p")},
-    "repetition_penalty": "penalty_repeat",
-}
-_FIELDS = {  # of the configuration: the name in the metadata, after the architecture's
-    "max_position_embeddings": "context_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "vocab_size": "vocab_size",
-}
-_REQUIRED = (
-    "max_position_embeddings",
-    "num_hidden_layers",
-    "intermediate_size",
-    "hidden_size",
-    "num_attention_heads",
-)
-_WINDOW = {"sliding_window": "attention.sliding_window"}
-_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-_NEAR = 10_000.0  # base of the rotary embeddings of Gemma 3's windows, where a file does not say
-# Mistral's files say that they are of Llama. What an architecture is comes from llama.cpp's
-# converter: those whose neighbouring pairs are rotated there are permuted.
+_CAP = {"final_logit_softcapping": "final_logit_softcapping"}
+# Mistral's files say that they are of Llama, OLMo 3's of OLMo 2. What an architecture is comes from
+# llama.cpp's converter: those whose neighbouring pairs are rotated there are permuted.
 ARCHITECTURES = {
-    "llama": _Architecture("llama", permuted=True),
-    "qwen2": _Architecture("qwen2"),
-    "qwen3": _Architecture("qwen3"),
-    "qwen35": _Architecture(
+    "llama": Architecture("llama", permuted=True, divided=True),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen35": Architecture(
         "qwen3_5_text",
         centred=True,
         partial=True,
@@ -445,28 +357,47 @@ ARCHITECTURES = {
             "inner": "ssm.inner_size",
             "full_attention_interval": "full_attention_interval",
         },
+        only={"ssm.v_head_reordered": True},
     ),
-    "smollm3": _Architecture("smollm3", permuted=True),
-    "olmo2": _Architecture("olmo2"),
-    "phi3": _Architecture("phi3", partial=True, fields=_WINDOW),
-    "gemma2": _Architecture("gemma2", centred=True, halved=46, fields={**_WINDOW, **_CAPS}),
-    "gemma3": _Architecture(
-        "gemma3_text", centred=True, two_rotaries=True, halved=62, fields={**_WINDOW, **_CAPS}
+    "smollm3": Architecture("smollm3", permuted=True),
+    "olmo2": Architecture("olmo2", tied=False, period=4, two_rotaries=True, windowed="olmo3"),
+    "phi3": Architecture(
+        "phi3", partial=True, by_length=True, fields={"sliding_window": "attention.sliding_window"}
     ),
-    "granite": _Architecture(
+    "gemma2": Architecture(
+        "gemma2",
+        centred=True,
+        tied=True,
+        period=2,
+        window=4096,
+        halved=46,
+        fields={**_CAP, "attn_logit_softcapping": "attn_logit_softcapping"},
+    ),
+    "gemma3": Architecture(
+        "gemma3_text", centred=True, period=6, two_rotaries=True, halved=62, fields=_CAP
+    ),
+    "granite": Architecture(
         "granite",
         permuted=True,
+        divided=True,
         fields={
             "attention_multiplier": "attention.scale",
             "embedding_multiplier": "embedding_scale",
             "residual_multiplier": "residual_scale",
             "logits_scaling": "logit_scale",
         },
+        only={"rope.scaling.finetuned": True},  # else it turns nothing
     ),
+}
+_SAMPLING = {
+    "temperature": "temp",
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "repetition_penalty": "penalty_repeat",
 }
 _MIXED = ("attn_qkv", "attn_gate", "ssm_")  # what tensors of gated delta nets have in their names
 _EMBEDDINGS = "token_embd.weight"
-_FACTORS = "rope_freqs.weight"
+# what frequencies of rotary embeddings are divided by: of any text, of long ones, and of short ones
+FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _NUMBER_TYPES = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -559,14 +490,14 @@ class _Header:
         shape = tuple(self.number("Q") for _ in range(dimensions))[::-1]
         kind = self.number("I")
         start = self.number("Q")
-        known = [each for each in (*_NUMBER_TYPES, *_DECODERS) if each == kind]
+        known = [each for each in (*_NUMBER_TYPES, *CODED) if each == kind]
         if not known:
             named = (
                 GGMLQuantizationType(kind).name
                 if kind in [*GGMLQuantizationType]
                 else f"number {kind}"
             )
-            readable = ", ".join(each.name for each in (*_NUMBER_TYPES, *_DECODERS))
+            readable = ", ".join(each.name for each in (*_NUMBER_TYPES, *CODED))
             reason = (
                 f"has {name:.60} of type {named}, which tswift does not read; it reads {readable}"
             )
@@ -648,115 +579,3 @@ def _placed(
             raise header.broken(f"it has {tensor.name!r:.60} twice")
         placed[tensor.name] = there
     return placed
-
-
-# From here on: blocks of bytes to codes, scales and minima. Names are those of llama.cpp's C
-# structures: ``d`` is a scale, ``m`` or ``dmin`` a minimum, ``qs`` are codes or their low bits,
-# ``qh`` their high bits.
-
-Decoded = tuple[Bytes, Floats, Floats]
-
-
-def _fields(packed: Bytes, bits: int, width: int) -> Bytes:
-    """Numbers of a few bits: of each ``width`` bytes the lowest bits of all come first,
-    then the next bits of all.
-    """
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(1, 1, -1, 1)
-    parts = packed.reshape(len(packed), -1, 1, width) >> shifts & np.uint8(2**bits - 1)
-    return parts.reshape(len(packed), -1)
-
-
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The number in float16 that begins at a byte of each block."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
-
-
-def _q4_0(blocks: Bytes) -> Decoded:
-    d = _half(blocks, 0)
-    return _fields(blocks[:, 2:], 4, 16), d, -8 * d
-
-
-def _q4_1(blocks: Bytes) -> Decoded:
-    return _fields(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2)
-
-
-def _five_bits(qh: Bytes, qs: Bytes) -> Bytes:
-    return _fields(qs, 4, 16) | np.unpackbits(qh, axis=1, bitorder="little") << np.uint8(4)
-
-
-def _q5_0(blocks: Bytes) -> Decoded:
-    d = _half(blocks, 0)
-    return _five_bits(blocks[:, 2:6], blocks[:, 6:]), d, -16 * d
-
-
-def _q5_1(blocks: Bytes) -> Decoded:
-    return _five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q8_0(blocks: Bytes) -> Decoded:
-    d = _half(blocks, 0)
-    return blocks[:, 2:] ^ np.uint8(128), d, -128 * d
-
-
-def _q2_k(blocks: Bytes) -> Decoded:
-    scales = blocks[:, :16]
-    qs = blocks[:, 16:80]
-    d = _half(blocks, 80)
-    dmin = _half(blocks, 82)
-    return _fields(qs, 2, 32), d * (scales & 15), -(dmin * (scales >> 4))
-
-
-def _q3_k(blocks: Bytes) -> Decoded:
-    hmask = blocks[:, :32]
-    qs = blocks[:, 32:96]
-    scales = blocks[:, 96:108]
-    d = _half(blocks, 108)
-    sixth = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
-    scale = d * (sixth.astype(np.float32) - 32)
-    return _fields(qs, 2, 32) | _fields(hmask, 1, 32) << np.uint8(2), scale, -4 * scale
-
-
-def _scales_of_k(scales: Bytes) -> tuple[Bytes, Bytes]:
-    """Eight scales and eight minima of six bits, from 12 bytes."""
-    low = scales[:, :4]
-    middle = scales[:, 4:8]
-    high = scales[:, 8:]
-    scale = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
-    minimum = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
-    return scale, minimum
-
-
-def _q4_k(blocks: Bytes) -> Decoded:
-    scale, minimum = _scales_of_k(blocks[:, 4:16])
-    return _fields(blocks[:, 16:], 4, 32), _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
-
-
-def _q5_k(blocks: Bytes) -> Decoded:
-    scale, minimum = _scales_of_k(blocks[:, 4:16])
-    qh = blocks[:, 16:48]
-    qs = blocks[:, 48:]
-    codes = _fields(qs, 4, 32) | _fields(qh, 1, 32) << np.uint8(4)
-    return codes, _half(blocks, 0) * scale, -(_half(blocks, 2) * minimum)
-
-
-def _q6_k(blocks: Bytes) -> Decoded:
-    ql = blocks[:, :128]
-    qh = blocks[:, 128:192]
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    scale = _half(blocks, 208) * scales.astype(np.float32)
-    return _fields(ql, 4, 64) | _fields(qh, 2, 32) << np.uint8(4), scale, -32 * scale
-
-
-# bits of a code here
-_DECODERS: dict[GGMLQuantizationType, tuple[int, Callable[[Bytes], Decoded]]] = {
-    GGMLQuantizationType.Q4_0: (4, _q4_0),
-    GGMLQuantizationType.Q4_1: (4, _q4_1),
-    GGMLQuantizationType.Q5_0: (8, _q5_0),
-    GGMLQuantizationType.Q5_1: (8, _q5_1),
-    GGMLQuantizationType.Q8_0: (8, _q8_0),
-    GGMLQuantizationType.Q2_K: (4, _q2_k),
-    GGMLQuantizationType.Q3_K: (4, _q3_k),
-    GGMLQuantizationType.Q4_K: (4, _q4_k),
-    GGMLQuantizationType.Q5_K: (8, _q5_k),
-    GGMLQuantizationType.Q6_K: (8, _q6_k),
-}
