@@ -289,7 +289,7 @@ def parse_object(data: bytes) -> Object:
         reason = str(error)[:200] or "nested too deeply"
         raise ValueError(f"is not JSON: {reason}") from None
     if not isinstance(found, dict):
-        raise ValueError("is no JSON object")
+        raise ValueError("is no object")
     return found
 
 
