@@ -28,7 +28,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import METHODS as _METHODS
-from tswift.drafting.options import DraftOptions, find_method
+from tswift.drafting.options import DraftOptions, RecordedOptions, find_method
 from tswift.errors import InputError
 from tswift.forward.eager import EagerRunner
 from tswift.forward.target import Forwarded, Target
@@ -89,9 +89,9 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def options_for(method: str, **options) -> DraftOptions:
-    """Of these options, those that a method uses."""
+    """Of these options, those that a method uses; none counts as typed."""
     uses = find_method(method).uses
-    return DraftOptions(**{name: value for name, value in options.items() if name in uses})
+    return RecordedOptions(**{name: value for name, value in options.items() if name in uses})
 
 
 def tiny_llama(

@@ -330,7 +330,7 @@ def test_refuses_by_name(model, prompt, exported):
     with torch.autocast("cpu", torch.bfloat16), refused(r"^model: is under torch\.autocast"):
         exported(model, **prompt)
     hook = model.model.layers[0].register_forward_hook(lambda module, inputs, out: out * 2)
-    with refused(r"^model: has a hook at model\.layers\.1, "):
+    with refused(r"^model: has a hook at model\.layers\.0, "):
         exported(model, **prompt)
     hook.remove()
     model(**prompt, output_hidden_states=True)  # transformers leaves hooks that watch

@@ -174,7 +174,7 @@ def begin(
     method = find_method(request.method)
     target = model.target.reference() if method.reference else model.target
     draft = model.draft is not None
-    options = resolved(request.method, target, model.heads, request.options, draft)
+    options = resolved(method, target, model.heads, request.options, draft)
     need = check(target, request.demand(options), draft=model.draft)
     costs = costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL
     drafter = make_drafter(

@@ -27,7 +27,7 @@ from tests.drafters import LAYOUTS, RECURRENT, VOCAB, drafter_folder, load_own_h
 from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import BUILDERS, make_drafter
-from tswift.drafting.options import DraftOptions
+from tswift.drafting.options import RecordedOptions
 from tswift.forward import target as targets
 from tswift.forward.cuda import runner
 from tswift.forward.target import Target
@@ -61,7 +61,7 @@ def _decoding(method: str, kind: str, steps: int, nodes: int | None, simulated: 
     """
     put = (lambda module: moved(copy.deepcopy(module))) if simulated else copy.deepcopy
     dtype = torch.float32
-    options = DraftOptions(budget=128, nodes=nodes, costs="nominal")
+    options = RecordedOptions(budget=128, nodes=nodes, costs="nominal")
     params = SamplingParams(window=24, min_p=0.02)
     if kind == COUNTED:
         params = replace(params, presence_penalty=0.7, frequency_penalty=0.4, penalty=1.0)

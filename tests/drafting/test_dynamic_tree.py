@@ -245,7 +245,7 @@ def test_a_cascade_decodes_more_where_its_passes_cost_less(heads, monkeypatch):
             return super().step(*given)
 
     monkeypatch.setattr(chains, "HostStepper", Counted)
-    for share in (0.05, 20.0):
+    for share in (0.02, 50.0):
         passes.clear()
         costs = replace(
             NOMINAL, base=tuple(share * each for each in NOMINAL.base), level=share * NOMINAL.level

@@ -522,7 +522,7 @@ def test_weights_that_are_no_plain_numbers_bound_no_integers():
     model = network()
     layer = model.model.layers[1].self_attn.v_proj
     layer.weight = nn.Parameter(layer.weight.as_subclass(Quantised), requires_grad=False)
-    with refused("cannot have a cache in int16: its weights are quantised or split"):
+    with refused("cannot have a cache in int16: its weights are quantised"):
         wrap_model(model, "some/model", "native", kv_dtype=torch.int16)
 
 

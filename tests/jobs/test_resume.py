@@ -248,7 +248,9 @@ def test_a_disk_that_fails(asked, whole, faulty, fault, part):
     assert fault == "full" or system.calls <= system.at + 6
     faulty(0)
     saved = read_saved(asked.out, job.prompt)
-    assert (job.state, saved.damage, len(saved.tokens)) == ("failed", "", job.folder.saved)
+    assert (job.state, saved.damage) == ("failed", "")
+    # what was told to be saved is there; where the journal's sync is what failed, more may be
+    assert job.folder.saved <= len(saved.tokens) <= len(job.tokens)
     go_on(asked.out)
     assert in_folder(asked.out) == whole
 

@@ -50,6 +50,7 @@ WITHOUT = {
     "gemma3": {"half of a head", "a quarter"},
     "phi3": {"biases"},
     "granite": {"not turned"},
+    "qwen35": {"other KV heads", "one more layer"},
 }
 # what is served here and not by llama.cpp, whose tensors have fixed sizes or names there
 SERVED = {"head of 32", "bias of outputs", "all biases", "a bias of the MLP"}

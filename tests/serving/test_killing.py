@@ -173,6 +173,6 @@ def test_fifty_bad_clients_while_a_job_runs(checkpoint, tmp_path):
         client.close()
     short = Stream(server.url, "POST", "/v1/completions", {**job, "max_tokens": 50}).read()
     assert short
-    assert whole.startswith(short)
+    assert whole.startswith(short.rstrip("\ufffd"))  # it may end within a character
     assert server.stop() == 128 + signal.SIGTERM
     assert "Traceback" not in server.errors(), server.errors()

@@ -486,12 +486,12 @@ def _fitted(method: Method, options: ResolvedOptions, model: Target | ModelPlan)
 
 
 def resolved(
-    name: str, model: Target, heads: Heads | None, options: DraftOptions, draft: bool
+    method: Method, model: Target, heads: Heads | None, options: DraftOptions, draft: bool
 ) -> ResolvedOptions:
     """As :func:`resolve`; what was resolved for the model's plan is only fitted to it."""
     if isinstance(options, ResolvedOptions):
-        return _fitted(find_method(name), options, model)
-    return resolve(name, model, heads, options, draft)
+        return _fitted(method, options, model)
+    return resolve(method.name, model, heads, options, draft)
 
 
 def _unread(method: Method, model: Target | ModelPlan, draft: bool) -> frozenset[str]:
@@ -660,7 +660,7 @@ def make_drafter(
     Raises:
         InputError: as :func:`resolve`.
     """
-    options = resolved(name, target, heads, options, draft is not None)
+    options = resolved(find_method(name), target, heads, options, draft is not None)
     history = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
     models = Models(target, heads, draft, positions, costs, history)

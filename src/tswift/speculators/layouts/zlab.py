@@ -10,7 +10,8 @@ _SECOND = "DFlash2DraftModel"
 
 def spread(layers: int, count: int) -> list[int]:
     """The usual taps of a drafter of so many layers: those of a target, evenly spread."""
-    return [round(1 + index * (layers - 4) / max(1, count - 1)) for index in range(count)]
+    places = (1 + index * (layers - 4) / max(1, count - 1) for index in range(count))
+    return [max(0, round(place)) for place in places]
 
 
 def _spec(said: Said) -> SpeculatorSpec:
