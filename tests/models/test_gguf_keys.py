@@ -242,4 +242,7 @@ def test_tensors_that_nobody_reads_are_refused(tensors, says, tmp_path):
 
 def test_an_mtp_head_has_to_be_there(tmp_path):
     path = write_variant(tmp_path / "tiny.gguf", "qwen35", {"nextn_predict_layers": 1}, 1)
-    refuse(str(path), "lacks blk.3.nextn.eh_proj.weight, of its MTP head")
+    refuse(
+        str(path),
+        "lacks blk.3.nextn.eh_proj.weight, of the head of its qwen35.nextn_predict_layers",
+    )

@@ -189,7 +189,8 @@ class GGUFFile:
             found[name] = stored
         heads = tuple(f"blk.{layers - 1 - head}." for head in range(self._mtp_layers))
         if heads and f"{heads[0]}nextn.eh_proj.weight" not in self.tensors:
-            raise self.refusal(f"lacks {heads[0]}nextn.eh_proj.weight, of its MTP head")
+            key = f"{self._architecture_name}.nextn_predict_layers"
+            raise self.refusal(f"lacks {heads[0]}nextn.eh_proj.weight, of the head of its {key}")
         left = {name for name in self.tensors if not name.startswith(heads)}
         left -= {stored.name for stored in found.values()} | {*FACTORS}
         if left:
