@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants, is_offline_mode
 from huggingface_hub.utils import logging as hub_logging
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from recipes.corpus import train_tokenizer
@@ -25,8 +26,9 @@ from tests.models.refusals import changed, refuse
 from tests.rows import every_row
 from tswift.caches import FullKV
 from tswift.drafting.options import DraftOptions
-from tswift.forward.text import chunks
-from tswift.loading.model import load, load_model
+from tswift.errors import Notice
+from tswift.forward.text import chunks, prefill
+from tswift.loading.model import LoadedModel, load, load_model
 from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models import checkpoint as module
@@ -284,6 +286,84 @@ def test_what_cannot_draft(checkpoint, small, tmp_path):
     ):
         (folder / "config.json").write_text(json.dumps({**config, **change}))
         refuse_draft(str(folder), match)
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path) -> Path:
+    """A model without heads that may be changed."""
+    return shutil.copytree(
+        checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("heads.safetensors")
+    )
+
+
+def add(folder: Path, config: dict[str, object], **tensors: torch.Tensor):
+    """Change a model's configuration, and add tensors to its weights, or replace some."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(read_json(path) | config))
+    weights = folder / "model.safetensors"
+    save_file(load_file(weights) | tensors, weights, metadata={"format": "pt"})
+
+
+def logits(loaded: LoadedModel) -> torch.Tensor:
+    """After a prompt."""
+    target = loaded.target
+    forwarded = prefill(target, [*range(1, 30)], FullKV(target.kv_shape, 29))
+    return target.logits(forwarded.hidden)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_an_lm_head_beside_tied_embeddings_is_used(folder, checkpoint, attention, weights):
+    """As transformers 5 uses it, so that ``custom_generate`` writes the same text."""
+    options = {"device": "cpu", "attention": attention, "weights": weights}
+    wanted = logits(load(str(checkpoint), **options))
+    add(folder, {"tie_word_embeddings": True})
+    with pytest.warns(Notice, match=r"tie_word_embeddings, and has another lm_head\.weight, which"):
+        assert torch.equal(logits(load(str(folder), **options)), wanted)
+    embedded = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    add(folder, {}, **{"lm_head.weight": embedded.clone()})
+    assert Checkpoint.find(str(folder)).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_what_nothing_reads_is_told(folder, attention):
+    others = {
+        "model.layers.0.self_attn.q_proj.bias": torch.ones(64),
+        "model.visual.patch.weight": torch.ones(2),
+    }
+    computed = {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    add(folder, {}, **others, **computed)
+    said = r"nothing reads 2 of its tensors, such as model\.layers\.0\.self_attn\.q_proj\.bias$"
+    with pytest.warns(Notice, match=said):
+        load(str(folder), device="cpu", attention=attention)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_fp8_with_scales_of_blocks_is_served_as_floats(folder, tmp_path, dtype, attention):
+    pytest.importorskip("accelerate", reason="transformers reads no FP8 without it")
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    made = {}
+    for name, weight in network.model.named_parameters():
+        if name.endswith("proj.weight"):
+            blocks = weight.detach().unflatten(0, (-1, 16)).unflatten(2, (-1, 16))
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            codes = (blocks / scale).to(torch.float8_e4m3fn)
+            made[f"model.{name}"] = codes.view(weight.shape)
+            made[f"model.{name}_scale_inv"] = scale[:, 0, :, 0].contiguous()
+            weight.data = (codes.float() * scale).view(weight.shape)
+    network.save_pretrained(tmp_path / "plain")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "plain")
+    options = {"device": "cpu", "dtype": dtype, "attention": attention}
+    plain = load(str(tmp_path / "plain"), **options)
+    how = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    add(folder, {"quantization_config": how}, **made)
+    found = load(str(folder), **options)
+    assert torch.equal(logits(found), logits(plain))
+    assert found.about() == {
+        **plain.about(),
+        **{"name": str(folder), "quantization": "fp8, dequantised"},
+    }
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 from transformers import (
     PreTrainedModel,
 )
-from transformers.utils import CONFIG_NAME, cached_file
 
 from tswift.errors import (
     InputError,
@@ -44,7 +43,6 @@ from tswift.models.checkpoint import (
     as_input_error,
     eos_ids,
     has_tokenizer,
-    hub,
     refuse_misfit,
     silence,
     tokenizer_hash,
@@ -60,11 +58,9 @@ from tswift.native_build import Unbuilt
 from tswift.remembered import NO_CHECKS, Checks
 from tswift.speculators.heads import Heads
 from tswift.speculators.heads_files import (
-    ON_HUB,
     heads_of_source,
     heads_source,
 )
-from tswift.speculators.mtp_files import OWN_HEAD, native_head
 from tswift.stages import tell
 
 if TYPE_CHECKING:
@@ -317,7 +313,7 @@ def _plain(value: Any) -> Any:
 
 def load_model(wanted: ModelConfig | ModelPlan) -> LoadedModel:
     """Load a model for decoding, as planned or to be planned; errors are as for :func:`load`."""
-    plan = wanted if isinstance(wanted, ModelPlan) else plan_model(wanted)
+    plan = (wanted if isinstance(wanted, ModelPlan) else plan_model(wanted)).fetched()
     asked = plan.asked
     simulated = plan.simulated
     slow = _slowness(plan)
@@ -325,17 +321,12 @@ def load_model(wanted: ModelConfig | ModelPlan) -> LoadedModel:
         warnings.warn(slow, SlowWarning, stacklevel=2)
     loaded, note, checks = _load_network(plan)
     target = loaded.target
-    source = plan.heads_source
     drafter = plan.drafter
-    if drafter is not None and drafter.layout == OWN_HEAD and not (drafter.tensors or simulated):
-        drafter = native_head(Checkpoint.find(_snapshot(asked.model), asked.yarn))
     if drafter is not None:  # before anything is prepared: passes have to give its taps
         drafter.load(target, simulated)
-    if source == ON_HUB:
-        source = Path(_snapshot(asked.model))
     loaded = replace(
         loaded,
-        heads=heads_of_source(source, target, simulated),
+        heads=heads_of_source(plan.heads_source, target, simulated),
         heads_found=plan.heads_found,
         eos_ids=eos_ids(asked.model, target.model, loaded.tokenizer, target.vocab_size),
         drafter_name=asked.drafter or (None if drafter is None else asked.model),
@@ -353,12 +344,6 @@ def load_model(wanted: ModelConfig | ModelPlan) -> LoadedModel:
     if plan.coded or plan.packed:
         return_free_memory()  # what was needed to make codes is more than they take
     return loaded
-
-
-def _snapshot(model: str) -> str:
-    """The folder where the files of a hub id were put."""
-    with hub(), as_input_error(model):
-        return str(Path(cached_file(model, CONFIG_NAME)).parent)
 
 
 def _prepare(
@@ -409,7 +394,7 @@ def _slowness(plan: ModelPlan) -> str | None:
 @renaming(model="draft_model")
 def _load_draft(plan: ModelPlan, loaded: LoadedModel) -> Target:
     """The smaller model that drafts for a loaded one."""
-    draft, note, _ = _load_network(plan, tokenizer_optional=True)
+    draft, note, _ = _load_network(plan.fetched(), tokenizer_optional=True)
     draft.target.fallbacks.note("attention", note)
     try_graphs(draft.target)
     if not (draft.tokenizer is None or draft.simulated or loaded.simulated):
@@ -445,7 +430,8 @@ def _load_network(
     folder, file = checkpoint.folder, checkpoint.gguf
     tokenizer = None
     other_dtype = ""
-    with silence(), hub(checkpoint.on_hub), as_input_error(model):
+    own = own_quantization(plan.config)
+    with silence(), as_input_error(model):
         if folder is not None and file is None:
             refuse_misfit(checkpoint.skeleton, checkpoint.tensors, model)
         # may compile a kernel: after all refusals
@@ -477,7 +463,7 @@ def _load_network(
         (),
         attention=backend,
         simulated=plan.simulated,
-        quantization=plan.coded or (None if plan.simulated else own_quantization(plan.config)),
+        quantization=plan.coded or plan.quantization or (own and f"{own}, dequantised"),
         weights=weights,
         dtype_note=other_dtype,
         held=plan.held,

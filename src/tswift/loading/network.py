@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from tswift.errors import InputError
+from tswift.errors import InputError, notice
 from tswift.forward.cpu.products import hold_floats, multiplies_integers, pack
 from tswift.forward.cuda import coded
 from tswift.forward.cuda.layers_check import codes_fault
@@ -24,9 +24,13 @@ from tswift.loading.packing import (
 )
 from tswift.loading.plan import ModelPlan
 from tswift.models.architecture import class_of, is_moe, own_quantization
-from tswift.models.checkpoint import INDEX, stored_tensors
 from tswift.models.codes import UNIT, quantize
 from tswift.models.shapes import random_weights
+from tswift.speculators.heads_files import of_heads
+from tswift.speculators.mtp_files import of_own_head
+
+# what older versions of transformers have saved, though it is computed
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|\bposition_ids$|(attn|attention)\.(masked_)?bias$")
 
 
 def read_network(plan: ModelPlan) -> PreTrainedModel:
@@ -44,8 +48,7 @@ def read_network(plan: ModelPlan) -> PreTrainedModel:
 
 def _placed(plan: ModelPlan) -> bool:
     """Whether transformers quantises weights on the way to the device: all of them need not fit."""
-    quantised = own_quantization(plan.config) is not None and not plan.simulated
-    return quantised and plan.device.type == "cuda"
+    return plan.quantization is not None and plan.device.type == "cuda"
 
 
 def _try_codes(network: nn.Module, plan: ModelPlan) -> None:
@@ -84,15 +87,15 @@ def _stored_network(plan: ModelPlan) -> PreTrainedModel:
 def _packed_network(plan: ModelPlan) -> PreTrainedModel:
     """The model of a checkpoint whose matrices are packed, as codes or as floats."""
     checkpoint, kind = plan.checkpoint, plan.asked.weights
-    if checkpoint.on_hub:
-        wanted = ["*.safetensors", INDEX]
-        stored = stored_tensors(Path(snapshot_download(checkpoint.source, allow_patterns=wanted)))
-    else:
-        stored = checkpoint.tensors
+    stored = checkpoint.tensors
     by_transformers = partial(_from_safetensors, plan)
+    # transformers knows other names for some, or what makes weights of several tensors
+    converted = bool(missing_names(checkpoint, stored)) or own_quantization(plan.config) is not None
+    if not converted:
+        _tell_left(plan, stored.keys() - checkpoint.skeleton.state_dict().keys())
     if kind is not None:
         network = load_rounded(checkpoint, stored, kind, by_transformers, plan.dtype, plan.device)
-    elif missing_names(checkpoint, stored):  # transformers knows other names for some
+    elif converted:
         network = by_transformers()
         pack(network)
     else:
@@ -117,7 +120,7 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         output_loading_info=True,
         device_map=plan.device if _placed(plan) else None,
     )
-    if getattr(config, "quantization_config", None) and not getattr(network, "hf_quantizer", None):
+    if (plan.quantization is None) == bool(getattr(network, "hf_quantizer", None)):
         raise InputError(
             f"{model} is quantised in a way that transformers does not know here", "model"
         )
@@ -127,4 +130,24 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         raise InputError(
             f"{model} lacks weights for {len(missing)} tensors, such as {missing[0]}", "model"
         )
+    ignored = network._keys_to_ignore_on_load_unexpected or ()
+    silently = {
+        name for name in plan.checkpoint.tensors if any(re.search(each, name) for each in ignored)
+    }
+    _tell_left(plan, silently | info["unexpected_keys"])
+    if own_quantization(config) and not plan.quantization:
+        for weight in network.parameters():  # 5.23 leaves what it dequantises in another dtype
+            weight.data = weight.data.to(plan.held or plan.dtype)
     return network
+
+
+def _tell_left(plan: ModelPlan, names: Iterable[str]) -> None:
+    """Tell of tensors that neither the network nor what drafts for it reads."""
+    config = plan.config
+    left = sorted(
+        name
+        for name in names
+        if not (_COMPUTED.search(name) or of_heads(name, config) or of_own_head(name, config))
+    )
+    if left:
+        notice(f"{plan.name}: nothing reads {len(left):,} of its tensors, such as {left[0]}")

@@ -35,8 +35,8 @@ from tswift.models.config import ModelConfig, refuse_shape
 from tswift.models.devices import dtype_for, dtype_name, find_device, kv_dtype_for
 from tswift.native_build import Unbuilt
 from tswift.speculators.drafter_files import SpeculatorFile, drafter_of
-from tswift.speculators.heads_files import heads_and_weights, heads_source, installed
-from tswift.speculators.mtp_files import native_head
+from tswift.speculators.heads_files import ON_HUB, heads_and_weights, heads_source, installed
+from tswift.speculators.mtp_files import OWN_HEAD, native_head
 from tswift.speculators.networks import count_weights
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ class ModelPlan:
         return _coded(self.asked, self.checkpoint)
 
     @property
+    def quantization(self) -> str | None:
+        """How its weights stay quantised by another library; None for numbers and codes of ours."""
+        return _quantised(self.config, self.device)
+
+    @property
     def heads_found(self) -> Path | None:
         """The file of heads that nobody named."""
         source = self.heads_source
@@ -107,6 +112,16 @@ class ModelPlan:
             raise InputError(f"{words} on {self.device.type}; here it is {backend}", "kv_dtype")
         own = backend != "native" or self.kv_dtype == self.dtype
         return None if self.asked.kv_dtype == "auto" and own else self.kv_dtype
+
+    def fetched(self) -> ModelPlan:
+        """The same, with all files here: those of a hub id are fetched."""
+        if not self.checkpoint.on_hub:
+            return self
+        checkpoint, drafter, source = self.checkpoint.fetched(), self.drafter, self.heads_source
+        if drafter is not None and drafter.layout == OWN_HEAD:
+            drafter = native_head(checkpoint)
+        source = checkpoint.folder if source == ON_HUB else source
+        return replace(self, checkpoint=checkpoint, drafter=drafter, heads_source=source)
 
     @cached_property
     def draft(self) -> ModelPlan | None:
@@ -186,7 +201,7 @@ class ModelPlan:
             return rounded_bytes(network, self.asked.weights, self.dtype)
         if file is not None and self.coded:
             return gguf_bytes(file, self.dtype)
-        if own_quantization(self.config) is not None:
+        if self.quantization is not None:
             return 0
         return (
             sum(each.numel() for each in network.parameters()) * (self.held or self.dtype).itemsize
@@ -270,10 +285,22 @@ def _coded(asked: ModelConfig, checkpoint: Checkpoint) -> str:
     return "" if checkpoint.gguf is None else checkpoint.gguf.kinds
 
 
+def _quantised(config: PreTrainedConfig, device: torch.device) -> str | None:
+    """Name of the method by which weights stay quantised on a device; FP8 with scales of blocks is
+    multiplied by newer cards alone, and transformers makes plain numbers of it elsewhere.
+    """
+    own = own_quantization(config)
+    if own == "fp8" and not (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    ):
+        return None
+    return own
+
+
 def _packs(asked: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether C products can hold a model's matrices here: they are plain numbers."""
     config = checkpoint.config
-    if _coded(asked, checkpoint) or own_quantization(config) is not None:
+    if _coded(asked, checkpoint) or _quantised(config, torch.device("cpu")) is not None:
         return False
     if asked.attention not in ("auto", "native"):
         return False

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from math import prod
@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import constants, get_session, hf_hub_download, list_repo_files
+from huggingface_hub import (
+    constants,
+    get_session,
+    hf_hub_download,
+    list_repo_files,
+    snapshot_download,
+)
 from huggingface_hub.utils import logging as hub_logging
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -35,14 +41,22 @@ from transformers.utils import logging as transformers_logging
 from tswift.errors import (
     MAX_RECORD,
     InputError,
+    Notice,
     SlowWarning,
     close_name,
     did_you_mean,
     find_path,
+    notice,
     parse_json,
     read_file,
 )
-from tswift.models.architecture import freeze_longrope, refuse_unsupported, skeleton, with_yarn
+from tswift.models.architecture import (
+    class_of,
+    freeze_longrope,
+    refuse_unsupported,
+    skeleton,
+    with_yarn,
+)
 from tswift.models.config import DEMO, DEMO_DRAFT, PUBLISHED, SHAPE_PREFIX
 from tswift.models.shapes import StandInTokenizer
 
@@ -52,6 +66,9 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 _BUNDLED = {DEMO: ("demo",), DEMO_DRAFT: ("demo", "draft")}  # folders, relative to this one
 
+# what is fetched of a model on the hub, and copies in layouts that nothing reads
+_READ = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_UNREAD = ["*/*", "consolidated*"]
 _GENERATION = "generation_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 # how their files begin
@@ -121,11 +138,13 @@ def silence() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            asked = (how for how, _, kind, *_ in warnings.filters if issubclass(SlowWarning, kind))
-            ours = next(asked, "")
+            ours = {
+                kind: next((how for how, _, of, *_ in warnings.filters if issubclass(kind, of)), "")
+                for kind in (Notice, SlowWarning)
+            }
             warnings.simplefilter("ignore")
-            if ours != "ignore":
-                warnings.simplefilter("always", SlowWarning)
+            for kind, asked in ours.items():
+                warnings.simplefilter("ignore" if asked == "ignore" else "always", kind)
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -308,6 +327,7 @@ class Checkpoint:
 
     def _own_config(self) -> PreTrainedConfig:
         model = self.name
+        stored = dict[str, StoredTensor]()
         if self.folder is not None and self.gguf is None:
             refuse_broken(self.folder)
         with silence(), hub(self.on_hub), as_input_error(model):
@@ -321,7 +341,6 @@ class Checkpoint:
             else:
                 values, _ = PreTrainedConfig.get_config_dict(self.source)
                 refuse_code(values, model)
-                stored = dict[str, StoredTensor]()
                 with suppress(InputError):  # what is wrong with weights is told by who needs them
                     stored = {} if self.on_hub else self.tensors
                 refuse_excess(values, stored, model)
@@ -336,7 +355,24 @@ class Checkpoint:
                     ) from None
                 freeze_longrope(config.get_text_config())
             refuse_unsupported(config.get_text_config(), model)
+            if head := _own_head(config, stored):
+                notice(f"{model} says tie_word_embeddings, and has another {head}, which is used")
+                for each in (config, config.get_text_config()):
+                    each.tie_word_embeddings = False
         return config
+
+    def fetched(self) -> Checkpoint:
+        """The same, with its files here: of a hub id what transformers reads is fetched."""
+        if not self.on_hub:
+            return self
+        with hub(), as_input_error(self.name):
+            folder = snapshot_download(
+                self.source,
+                allow_patterns=_READ,
+                ignore_patterns=_UNREAD,
+                local_files_only=constants.HF_HUB_OFFLINE,
+            )
+        return replace(self, source=folder, folder=Path(folder))
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -397,6 +433,28 @@ class Checkpoint:
                 digest.update(tensor.beginning().view(torch.uint8).numpy().tobytes())
             return digest.hexdigest()
         return None
+
+
+def _own_head(config: PreTrainedConfig, stored: Mapping[str, StoredTensor]) -> str:
+    """The LM head that weights have beside embeddings of other values; empty if there is none.
+
+    transformers 5 uses it, whatever a configuration says of its being tied.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return ""
+    with suppress(InputError):  # of a class that is not served, which who builds it is told
+        for pair in dict(class_of(config)._tied_weights_keys or {}).items():
+            ends = [".".join(name.split(".")[-2:]) for name in pair]
+            found = [[name for name in stored if f".{name}".endswith(f".{end}")] for end in ends]
+            if all(len(names) == 1 for names in found):
+                head, embeddings = (stored[name] for (name,) in found)
+                same = head.shape == embeddings.shape and all(
+                    torch.equal(read(head), read(embeddings))
+                    for read in (StoredTensor.beginning, StoredTensor.read)  # quick, and all of it
+                )
+                if not same:
+                    return head.name
+    return ""
 
 
 def shape_config(model: str) -> PreTrainedConfig:

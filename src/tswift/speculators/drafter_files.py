@@ -25,9 +25,7 @@ from tswift.models.checkpoint import (
     CONFIG,
     Checkpoint,
     StoredTensor,
-    as_input_error,
     check_tensors,
-    hub,
     read_into,
     read_object,
     refuse_excess,
@@ -177,18 +175,9 @@ def _round_layers(network: DraftNetwork) -> None:
 @renaming(model=OPTION)
 def _folder(name: str) -> Path:
     """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
-    checkpoint = Checkpoint.find(name)
-    if checkpoint.folder is not None:
-        return checkpoint.folder
-    from huggingface_hub import constants, snapshot_download
-
-    with hub(), as_input_error(name):
-        wanted = [CONFIG, "*.safetensors", "*.safetensors.index.json"]
-        return Path(
-            snapshot_download(
-                checkpoint.source, allow_patterns=wanted, local_files_only=constants.HF_HUB_OFFLINE
-            )
-        )
+    folder = Checkpoint.find(name).fetched().folder
+    assert folder is not None
+    return folder
 
 
 def drafter_of(name: str, config: PreTrainedConfig, simulated: bool = False) -> SpeculatorFile:

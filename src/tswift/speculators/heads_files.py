@@ -351,6 +351,13 @@ def carries_heads(config: object) -> bool:
     return any(vars(config).get(name) for name in ("medusa_heads", "medusa_num_heads"))
 
 
+def of_heads(name: str, config: object) -> bool:
+    """Whether a tensor among the weights of a model is one of heads that it carries."""
+    return carries_heads(config) and any(
+        pattern.fullmatch(name) for pattern, _ in _PUBLISHED.values()
+    )
+
+
 @renaming(heads="FILE", drafter="FILE")
 def describe(path: Path) -> dict[str, Any]:
     """What ``tswift heads inspect`` tells of heads, or of a drafter, and its JSON has;

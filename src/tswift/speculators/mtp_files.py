@@ -64,9 +64,11 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
     if folder is None:
         said = any(getattr(text, name, 0) for name in _PREDICTED)
         return SpeculatorFile(Path(checkpoint.name), OWN_HEAD, spec, {}, {}, ()) if said else None
-    behind = f"model.layers.{text.num_hidden_layers}."
+    behind = _behind(text)
     stored = {
-        name: each for name, each in checkpoint.tensors.items() if name.startswith(("mtp.", behind))
+        name: each
+        for name, each in checkpoint.tensors.items()
+        if of_own_head(name, checkpoint.config)
     }
     if not stored:
         return None
@@ -88,6 +90,17 @@ def native_head(checkpoint: Checkpoint) -> SpeculatorFile | None:
         for name, part in parts.items()
     }
     return SpeculatorFile(folder, OWN_HEAD, spec, tensors, {}, ())
+
+
+def of_own_head(name: str, config: PreTrainedConfig) -> bool:
+    """Whether a tensor is one of a model's own MTP head, of a kind that is served."""
+    begins = ("mtp.", _behind(config.get_text_config()))
+    return has_mtp_head(config) and name.startswith(begins)
+
+
+def _behind(text: PreTrainedConfig) -> str:
+    """How names in a layer behind the model's last begin."""
+    return f"model.layers.{text.num_hidden_layers}."
 
 
 def _own_layer(text: PreTrainedConfig) -> PreTrainedConfig:
