@@ -46,9 +46,9 @@ from tswift.benchmarking.config import (
 from tswift.benchmarking.record import to_json
 from tswift.benchmarking.report import csv_text, tables
 from tswift.benchmarking.run import (
+    BenchRun,
     Case,
     Probe,
-    Run,
     SimulatedWalk,
     Trial,
     begin_measurement,
@@ -78,12 +78,12 @@ def options(checkpoint, *methods: str, trees=None, **changes) -> BenchOptions:
     )
 
 
-def run_of(method: str, length: int, seed: int = 3) -> Run:
+def run_of(method: str, length: int, seed: int = 3) -> BenchRun:
     target = tiny_target()
     drafting = DraftOptions(budget=64, tree=(1, 2, 2, 2) if method == "tokenswift" else None)
     drafter = drafter_of(method, target, drafting)
     decoding = Decoding(target, random_prompt(40), PLAIN, seed, drafter, length)
-    run = Run(
+    run = BenchRun(
         method,
         method,
         Generation(decoding, drafter.depth, TextRules(), PLAIN, drafting, MemoryEstimate(0)),
@@ -128,9 +128,9 @@ def test_a_differing_token_is_found_at_its_index():
     assert probes_differ([*text[:4], 9, *text[5:11], 9, 7], probes) == 4
 
 
-def made_up(label: str, **stats) -> Run:
+def made_up(label: str, **stats) -> BenchRun:
     """A run that has ended, with one mark."""
-    run = Run(label, label, None)
+    run = BenchRun(label, label, None)
     run.tokens = list(range(20))
     run.marks = [DecodeStats(4, **stats)]
     return run

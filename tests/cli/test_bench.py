@@ -106,12 +106,12 @@ def test_random_weights_in_a_shape(tswift, tiny_shapes):
 
 
 def test_ctrl_c_before_the_first_length(bench, monkeypatch):
-    from tswift.benchmarking.run import Run
+    from tswift.benchmarking.run import BenchRun
 
     def press(self, goal):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "advance", press)
+    monkeypatch.setattr(BenchRun, "advance", press)
     result = bench("--out b")
     assert result.code == 130
     assert "interrupted; what was measured is in b" in result.err

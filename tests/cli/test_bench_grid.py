@@ -96,7 +96,7 @@ def counted(folder: str | Path) -> list:
 
 def stop(monkeypatch, after: int, error: type[BaseException]):
     """Let cells after some be stopped on their way."""
-    advance = run_module.Run.advance
+    advance = run_module.BenchRun.advance
     cells = []
     open_runs = run_module.open_runs
 
@@ -111,7 +111,7 @@ def stop(monkeypatch, after: int, error: type[BaseException]):
         advance(self, goal)
 
     monkeypatch.setattr(run_module, "open_runs", opened)
-    monkeypatch.setattr(run_module.Run, "advance", stopped)
+    monkeypatch.setattr(run_module.BenchRun, "advance", stopped)
 
 
 @pytest.mark.slow

@@ -14,13 +14,13 @@ from tswift.jobs.config import PRESETS
 from tswift.options import options_of
 from tswift.sampling.parameters import SamplingParams
 from tswift.serving.config import ServeConfig
-from tswift.serving.requests import Refused, Request, parse, parse_body
+from tswift.serving.requests import ApiRequest, Refused, parse, parse_body
 from tswift.serving.routes import listen
 
 USER = {"role": "user", "content": "Hello"}
 
 
-def understood(body: dict[str, Any], chat: bool = False, **typed) -> Request:
+def understood(body: dict[str, Any], chat: bool = False, **typed) -> ApiRequest:
     text = {"messages": [USER]} if chat else {"prompt": "Hello"}
     return parse({**text, **body}, chat, typed, "demo")
 

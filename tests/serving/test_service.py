@@ -28,7 +28,7 @@ from tswift.serving import routes
 from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused
 from tswift.serving.routes import Api, Logprobs, authorize
-from tswift.serving.run import QUEUED, Run
+from tswift.serving.run import QUEUED, ApiRun
 from tswift.serving.service import Service
 
 ASKED = {"prompt": TEXT, "seed": 3, "stop_at_eos": False, "method": "ar"}
@@ -69,7 +69,7 @@ def service(model: LoadedModel, tmp_path) -> Iterator[Service]:
         yield found
 
 
-def done(run: Run) -> Run:
+def done(run: ApiRun) -> ApiRun:
     """The run, when it is no longer open."""
     until = time.monotonic() + 30
     while run.open and time.monotonic() < until:
@@ -78,14 +78,14 @@ def done(run: Run) -> Run:
     return run
 
 
-def begun(run: Run) -> Run:
+def begun(run: ApiRun) -> ApiRun:
     """The run, when it has tokens."""
     while not run.stats.tokens and run.open:
         time.sleep(0.005)
     return run
 
 
-def ended(service: Service, run: Run) -> Run:
+def ended(service: Service, run: ApiRun) -> ApiRun:
     """A run as the server knows it, when it is no longer open."""
     return done(service.find(done(service.find(run.id)).id))
 
@@ -133,7 +133,7 @@ def asked(to, method: str, path: str, body=None, leave: bool = False, **headers:
     return sent[0]["status"], found, b"".join(part.get("body", b"") for part in sent[1:])
 
 
-def refusal(service: Service, run: Run, body: dict[str, Any]) -> tuple[int, str, str]:
+def refusal(service: Service, run: ApiRun, body: dict[str, Any]) -> tuple[int, str, str]:
     """Status, field and message with which it is refused to go on with a run."""
     status, _, content = asked(service, "POST", f"/v1/runs/{run.id}/resume", body)
     error = json.loads(content)["error"]
@@ -217,7 +217,7 @@ def test_only_who_made_a_run_cancels_it_by_leaving_and_only_if_that_was_asked_fo
 def test_offsets_of_a_reader_who_comes_back_before_the_tokens(service, model):
     run = done(service.accept_one({**SHORT, "logprobs": 0}, False))
     whole: Any = Logprobs(run, model.tokenizer, 0).up_to(5)
-    again = Run(run.path, run.config, run.request)
+    again = ApiRun(run.path, run.config, run.request)
     late = Logprobs(again, model.tokenizer, 3)
     assert late.up_to(5) is None
     again.ids, again.rows = run.ids, run.rows
@@ -462,7 +462,7 @@ def test_bodies_are_parsed_beside_the_event_loop(service, monkeypatch):
     ],
 )
 def test_what_is_shown_of_a_text(last, pieces, state, end, text):
-    run = Run(Path("run"), RunConfig())
+    run = ApiRun(Path("run"), RunConfig())
     job: Any = SimpleNamespace(
         config=RunConfig(),
         stats=DecodeStats(0),
@@ -489,7 +489,7 @@ def test_reading_by_pieces_gives_the_text_however_it_is_cut(
     monkeypatch,
 ):
     monkeypatch.setattr("tswift.serving.run._MAX_TEXT", 5)
-    run = Run(Path("run"), RunConfig())
+    run = ApiRun(Path("run"), RunConfig())
     words = ["Café ", "größer", "", " 夜が明けた", "."]
     assert run.read(0, 0) is None
     for number, word in enumerate(words, 1):

@@ -16,7 +16,7 @@ from tswift.benchmarking.config import (
     configure,
 )
 from tswift.benchmarking.record import Options, Sample
-from tswift.benchmarking.run import Case, Run, Trial, open_runs
+from tswift.benchmarking.run import BenchRun, Case, Trial, open_runs
 from tswift.benchmarking.summary import STATS, from_source, method_name
 from tswift.decoding.audit import Audit
 from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, first_tokens
@@ -192,7 +192,7 @@ def compare(
     prompt: Sequence[int],
     length: int,
     seed: int,
-    on_progress: Callable[[Run], None],
+    on_progress: Callable[[BenchRun], None],
     on_audit: Callable[[str, int, int], None],
 ) -> Comparison:
     """Run all methods in interleaved slices and compare their texts,

@@ -39,7 +39,7 @@ _OF_BENCH = ("methods", "simulate_alpha", "stop_at_eos", "workload", "chat", *JU
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What one ``tswift bench`` is to do."""
 
     given: Options  # options by name, as typed, or as in the record of what was measured before
@@ -52,7 +52,7 @@ class Request:
     note: str = ""  # that the grid's defaults gave way
 
     @classmethod
-    def of(cls, given: Options, earlier: Record | None = None) -> Request:
+    def of(cls, given: Options, earlier: Record | None = None) -> BenchRequest:
         """From options by name; what does not go together is refused."""
         suite = find_suite(given["suite"]) if "suite" in given else None
         for name in given if suite else ():  # no option is silently ignored
@@ -74,7 +74,7 @@ class Request:
             options.check()
         return cls(given, earlier, suite, plan, judging, options)
 
-    def fitted(self) -> Request:
+    def fitted(self) -> BenchRequest:
         """The same, its grid's defaults as far as the model has positions for them;
         a suite's grid is its own.
         """

@@ -98,7 +98,7 @@ class Probe:
 
 
 @dataclass
-class Run:
+class BenchRun:
     """One decode among several."""
 
     label: str  # its name in tables: its method's, unless several contenders have one method
@@ -166,7 +166,7 @@ class Run:
 
 def open_runs(
     config: BenchConfig, prompt: Sequence[int], length: int, seed: int, ar: str = FULL
-) -> list[Run]:
+) -> list[BenchRun]:
     """A run for each contender, but for plain decoding where that is sampled."""
     device = config.model.target.device
     free = available_bytes(device)
@@ -190,7 +190,9 @@ def open_runs(
             simulate=None if alpha is None else partial(SimulatedWalk, alpha),
         )
         need += generation.need.held_bytes(device)
-        runs.append(Run(contender.label, contender.method, generation, comparable=alpha is None))
+        runs.append(
+            BenchRun(contender.label, contender.method, generation, comparable=alpha is None)
+        )
     if free is not None and need > free:
         message = (
             f"{len(runs)} methods side by side need {gigabytes(need)} of caches, "
@@ -259,7 +261,7 @@ class Trial:
         self,
         config: BenchConfig,
         case: Case,
-        runs: Sequence[Run],
+        runs: Sequence[BenchRun],
         lens: Sequence[int],
         floor: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -271,7 +273,7 @@ class Trial:
         self._plain = self.runs.get(BASELINE)
 
     def run(
-        self, on_progress: Callable[[Run], None], on_checkpoint: Callable[[list[Sample]], None]
+        self, on_progress: Callable[[BenchRun], None], on_checkpoint: Callable[[list[Sample]], None]
     ) -> bool:
         """Run to the end, or to Ctrl-C; True if that was pressed.
 
@@ -281,7 +283,7 @@ class Trial:
         """
         kept = 0
 
-        def advanced(run: Run) -> None:
+        def advanced(run: BenchRun) -> None:
             nonlocal kept
             for length in self._lens[len(run.marks) :]:
                 if run.stats.tokens >= length or run.ended:
@@ -322,7 +324,7 @@ class Trial:
             return []
         runs = list(self.runs.values())
         if self._plain is None:  # plain decoding was not run but sampled
-            plain = Run(BASELINE, BASELINE, None, comparable=False)
+            plain = BenchRun(BASELINE, BASELINE, None, comparable=False)
             seconds = partial(integrate, self._probes)
             plain.marks = [
                 DecodeStats(
@@ -334,7 +336,7 @@ class Trial:
             runs.insert(0, plain)
         return [self._sample(run, lens) for run in runs]
 
-    def _sample(self, run: Run, lens: Sequence[int]) -> Sample:
+    def _sample(self, run: BenchRun, lens: Sequence[int]) -> Sample:
         estimated = run.label not in self.runs
         (different, compared) = self._compare(run)
         return Sample(
@@ -355,7 +357,7 @@ class Trial:
             ],
         )
 
-    def _compare(self, run: Run) -> tuple[int | None, int]:
+    def _compare(self, run: BenchRun) -> tuple[int | None, int]:
         """First token that is not plain decoding's, if there is one,
         and how many tokens could be compared.
         """
@@ -432,7 +434,7 @@ class Trial:
 
 # group's label, cell's number among all, how many they are, its case, the run that
 # advanced
-OnProgress = Callable[[str, int, int, Case, Run], None]
+OnProgress = Callable[[str, int, int, Case, BenchRun], None]
 OnTrial = Callable[[str, Case, Mapping[str, Sequence[int]], list[Sample]], None]
 
 
@@ -544,7 +546,7 @@ def _measure_cell(
     measurement: Measurement,
     case: Case,
     plan: Plan,
-    on_progress: Callable[[Run], None],
+    on_progress: Callable[[BenchRun], None],
     on_checkpoint: Callable[[], None],
     on_trial: Callable[[Mapping[str, Sequence[int]], list[Sample]], None] | None,
 ) -> None:

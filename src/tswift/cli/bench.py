@@ -28,8 +28,8 @@ from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.benchmarking.record import Measurement, Record
-    from tswift.benchmarking.request import Begun, Request
-    from tswift.benchmarking.run import Case, Run
+    from tswift.benchmarking.request import Begun, BenchRequest
+    from tswift.benchmarking.run import BenchRun, Case
     from tswift.benchmarking.suites import Suite
 
 
@@ -90,7 +90,7 @@ class _Speeds:
         self._length = length
         self._plain = 0.0
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: BenchRun) -> None:
         speed = run.stats.tokens_per_second
         self._plain = speed if run.label == "ar" else self._plain
         x = f" x {speed / self._plain:.2f}" if self._plain and run.stats.seconds else ""
@@ -166,7 +166,7 @@ def bench(
     judged = {name: given.pop(name) for name in gate.JUDGED if name in given}
     with ExitStack() as stack:
         from tswift.benchmarking.record import load_measurement
-        from tswift.benchmarking.request import Request, absolute_paths
+        from tswift.benchmarking.request import BenchRequest, absolute_paths
         from tswift.benchmarking.resume import add_seeds, open_record, refuse_changes
 
         earlier = None
@@ -177,7 +177,7 @@ def bench(
             add_seeds(earlier, given.get("seeds", ()))
             refuse_changes(earlier, absolute_paths(given))
         known = (earlier.options or {}) if earlier else given
-        request = Request.of({**known, **judged}, earlier)
+        request = BenchRequest.of({**known, **judged}, earlier)
         judging = request.judging
         baseline = load_measurement(judging.against) if judging.against else None
         texts = request.read_texts()
@@ -211,7 +211,7 @@ def bench(
         _judge(request, begun.record, baseline, folder, bars)
 
 
-def _notes(request: Request, begun: Begun, plotless: bool) -> Iterator[str]:
+def _notes(request: BenchRequest, begun: Begun, plotless: bool) -> Iterator[str]:
     """What is said before anything is measured."""
     yield from begun.notes
     if request.simulated:
@@ -229,7 +229,7 @@ class _Progress:
         self._length = length
         self._shown = ""
 
-    def __call__(self, label: str, number: int, cells: int, case: Case, run: Run) -> None:
+    def __call__(self, label: str, number: int, cells: int, case: Case, run: BenchRun) -> None:
         lead = f"{self._suite.name}: " if self._suite else ""
         lead += f"{self._suite.axis} {label}, " if self._suite and label else ""
         cell = f"{lead}{number + 1} of {cells}: {case}"
@@ -245,7 +245,7 @@ class _Progress:
         )
 
 
-def _measure(request: Request, begun: Begun, folder: Path, bars: Bars) -> None:
+def _measure(request: BenchRequest, begun: Begun, folder: Path, bars: Bars) -> None:
     """Measure what is left, and keep the record up to date."""
     from tswift.benchmarking.report import write_report
 
@@ -264,7 +264,7 @@ def _measure(request: Request, begun: Begun, folder: Path, bars: Bars) -> None:
 
 
 def _judge(
-    request: Request, record: Record, baseline: Measurement | None, folder: Path, bars: Bars
+    request: BenchRequest, record: Record, baseline: Measurement | None, folder: Path, bars: Bars
 ) -> None:
     """Show what regressed; leave with an exit code unless all is well."""
     whole = record.state == FINISHED

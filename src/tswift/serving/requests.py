@@ -43,7 +43,7 @@ def _wrong(param: str, problem: str, code: str | None = None) -> Refused:
 
 
 @dataclass(frozen=True)
-class Request:
+class ApiRequest:
     """A request that was understood."""
 
     wants: frozenset[str]  # ``chat``, ``include_usage`` and those of ``_SWITCHES`` that are on
@@ -148,7 +148,7 @@ def _checked(given: Values) -> _Switches:
         raise Refused(400, f"{param}: {told}", param, code) from None
 
 
-def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
+def parse(body: Values, chat: bool, typed: Values, model: str) -> ApiRequest:
     """What a request asks for. :class:`Refused`, by its name, for a field not known, not served or
     out of range.
 
@@ -195,10 +195,10 @@ def parse(body: Values, chat: bool, typed: Values, model: str) -> Request:
         raise refused(error, names, prompt_field) from None
     limit = names.get("length")
     kept = {**body, "seed": asked["seed"]}
-    return Request(frozenset(wants), config, checked.n, limit, prompt, kept, typed, model)
+    return ApiRequest(frozenset(wants), config, checked.n, limit, prompt, kept, typed, model)
 
 
-def each_alone(request: Request) -> list[Values]:
+def each_alone(request: ApiRequest) -> list[Values]:
     """The bodies that ask for a request's texts one by one."""
     rest = {name: value for name, value in request.body.items() if name != "n"}
     return [{**rest, "seed": rest["seed"] + index} for index in range(request.count)]

@@ -38,7 +38,7 @@ from tswift.jobs.folder import FAILED, FINISHED
 from tswift.sampling.rule import row_type
 from tswift.serving.config import ServeConfig
 from tswift.serving.requests import Refused, parse_body
-from tswift.serving.run import Run
+from tswift.serving.run import ApiRun
 from tswift.serving.service import Service
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Api:
     async def _answer(
         self,
         request: HttpRequest,
-        runs: Sequence[Run],
+        runs: Sequence[ApiRun],
         stream: bool,
         have: tuple[int, int] | None = None,
         leaving: bool = False,
@@ -225,11 +225,11 @@ class Api:
         whole = {**self._head(runs[0]), "choices": choices, "usage": _usage(runs)}
         return JSONResponse({**whole, **_figures(runs[0])}, headers=ids)
 
-    def _cancel_all(self, runs: Sequence[Run]) -> None:
+    def _cancel_all(self, runs: Sequence[ApiRun]) -> None:
         for run in runs:
             self._service.cancel(run)
 
-    def _choice(self, index: int, run: Run) -> dict[str, object]:
+    def _choice(self, index: int, run: ApiRun) -> dict[str, object]:
         tokenizer = self._model.tokenizer
         text = run.echo(tokenizer) + run.text.decode(errors="replace")
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -241,7 +241,7 @@ class Api:
         }
 
     async def _events(
-        self, runs: Sequence[Run], have: tuple[int, int] | None
+        self, runs: Sequence[ApiRun], have: tuple[int, int] | None
     ) -> AsyncIterator[str]:
         """Runs' texts as server-sent events, one after the other."""
         # lines without an empty one behind them: OpenAI's client, once it knows an id, takes that
@@ -264,7 +264,7 @@ class Api:
         yield "data: [DONE]\n\n"
 
     async def _events_of(
-        self, run: Run, index: int, head: Object, have: tuple[int, int] | None, several: bool
+        self, run: ApiRun, index: int, head: Object, have: tuple[int, int] | None, several: bool
     ) -> AsyncIterator[str]:
         """The events of one run's text; an event's id says how many tokens and bytes came so far,
         unless there are ``several`` runs.
@@ -307,7 +307,7 @@ class Api:
             tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
             yield event(None, run.finish_reason)
 
-    def _head(self, run: Run, part: str = "") -> dict[str, object]:
+    def _head(self, run: ApiRun, part: str = "") -> dict[str, object]:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
         return {
             "id": run.id,
@@ -382,7 +382,7 @@ class Logprobs:
     drawn from.
     """
 
-    def __init__(self, run: Run, tokenizer: PreTrainedTokenizerBase, given: int) -> None:
+    def __init__(self, run: ApiRun, tokenizer: PreTrainedTokenizerBase, given: int) -> None:
         self._run = run
         self._tokenizer = tokenizer
         self._given = given
@@ -452,7 +452,7 @@ def _likeliest(near: Sequence[Object]) -> dict[str, float]:
     return found
 
 
-def _failure(run: Run) -> Refused:
+def _failure(run: ApiRun) -> Refused:
     """Why a run has ended before its text."""
     where = f"{run.id} has {run.stats.tokens:,} tokens, and POST /v1/runs/{run.id}/resume goes on"
     status = 400 if run.refusal else 500 if run.state == FAILED else 503
@@ -460,11 +460,11 @@ def _failure(run: Run) -> Refused:
     return Refused(status, f"{reason}; {where}", code=f"run_{run.state}".replace(" ", "_"))
 
 
-def _figures(run: Run) -> dict[str, object]:
+def _figures(run: ApiRun) -> dict[str, object]:
     return {"figures": run.figures()} if run.wants("figures") else {}
 
 
-def _usage(runs: Sequence[Run]) -> dict[str, object]:
+def _usage(runs: Sequence[ApiRun]) -> dict[str, object]:
     """Tokens as OpenAI counts them, of runs with the same prompt; predicted ones are those that
     were drafted.
     """

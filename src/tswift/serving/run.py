@@ -17,7 +17,7 @@ from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, LOGPROBS, REQUEST, RUNNING, read_own
 from tswift.jobs.job import Job
 from tswift.models.config import ModelConfig
-from tswift.serving.requests import Request
+from tswift.serving.requests import ApiRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ class RunStopped(KeyboardInterrupt):
 
 
 @dataclass(eq=False)
-class Run:
+class ApiRun:
     """A request, or a run's folder, and its text so far.
 
     The text only grows, ``ends`` says how many of its bytes each step completed, and ``tokens`` how
@@ -42,7 +42,7 @@ class Run:
 
     path: Path
     config: RunConfig  # with the length that it is to come to
-    request: Request | None = None  # as it was understood; None for a run of ``tswift generate``
+    request: ApiRequest | None = None  # as it was understood; None for a run of ``tswift generate``
     created: int = 0  # Unix time
     prompt: Sequence[int] | None = None  # token ids, until they are in its folder
     prompt_tokens: int = 0

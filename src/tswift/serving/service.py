@@ -50,8 +50,8 @@ from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
 from tswift.serving.config import job as job_of
-from tswift.serving.requests import Refused, Request, each_alone, parse, refused
-from tswift.serving.run import CANCELLED, IN_USE, MODEL_OPTIONS, QUEUED, Run, RunStopped
+from tswift.serving.requests import ApiRequest, Refused, each_alone, parse, refused
+from tswift.serving.run import CANCELLED, IN_USE, MODEL_OPTIONS, QUEUED, ApiRun, RunStopped
 
 _EOS = "eos"
 _COMMAND = ("tswift", "serve")
@@ -80,8 +80,8 @@ class Service:
         self._typed_model = {name: value for name, value in typed.items() if name in MODEL_OPTIONS}
         self._guard = threading.Lock()
         self._accepting = threading.Lock()
-        self._runs: dict[str, Run] = {}  # that are open, in the order of their turns
-        self._turns: SimpleQueue[Run | None] = SimpleQueue()
+        self._runs: dict[str, ApiRun] = {}  # that are open, in the order of their turns
+        self._turns: SimpleQueue[ApiRun | None] = SimpleQueue()
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
@@ -104,14 +104,14 @@ class Service:
 
     # --- what clients ask for
 
-    def accept(self, body: Mapping[str, object], chat: bool) -> list[Run]:
+    def accept(self, body: Mapping[str, object], chat: bool) -> list[ApiRun]:
         """Queue a request: a run for each of its texts."""
         request = parse(body, chat, self._typed, self.model_id)
         if request.count > self._config.queue + 1:
             most = f"{self._config.queue + 1:,} texts at a time"
             raise Refused(400, f"n: the server's queue has room for {most}", "n")
         self._refuse_full(request.count)
-        runs: list[Run] = []
+        runs: list[ApiRun] = []
         try:
             for own in each_alone(request):
                 runs.append(self.accept_one(own, chat))
@@ -121,13 +121,13 @@ class Service:
             raise
         return runs
 
-    def accept_one(self, body: Mapping[str, object], chat: bool) -> Run:
+    def accept_one(self, body: Mapping[str, object], chat: bool) -> ApiRun:
         """Queue a request for one text."""
         request = parse(body, chat, self._typed, self.model_id)
         self._refuse_full()
         with self._accepting:  # one at a time: prompts of megabytes take memory
             config, prompt = self._fitted(request)
-            run = Run(
+            run = ApiRun(
                 default_path(config.method, self._config.runs),
                 config,
                 request,
@@ -148,7 +148,7 @@ class Service:
             self._turns.put(run)
         return run
 
-    def find(self, name: str) -> Run:
+    def find(self, name: str) -> ApiRun:
         """The run of an id."""
         run = self._runs.get(name)
         path = self._config.runs / name
@@ -182,7 +182,7 @@ class Service:
             rest = dict.fromkeys(("max_tokens", "method", "tokens_per_second"))
             return {"id": path.name, "object": "run", "state": BROKEN, "tokens": 0, **rest}
 
-    def resume(self, name: str, length: int | None = None) -> Run:
+    def resume(self, name: str, length: int | None = None) -> ApiRun:
         """Go on with a run, or follow it if it is open already;
         a larger length goes on with a finished one.
         """
@@ -208,15 +208,17 @@ class Service:
             self._note(again)
         return again
 
-    def _again(self, run: Run) -> Run:
+    def _again(self, run: ApiRun) -> ApiRun:
         """Queue a run that is not open."""
-        again = Run(run.path, run.config, run.request, run.created, prompt_tokens=run.prompt_tokens)
+        again = ApiRun(
+            run.path, run.config, run.request, run.created, prompt_tokens=run.prompt_tokens
+        )
         again.stats = run.stats
         self._runs[run.id] = again
         self._turns.put(again)
         return again
 
-    def cancel(self, run: Run) -> None:
+    def cancel(self, run: ApiRun) -> None:
         """Stop an open run, for good: it goes on only if somebody asks for that."""
         with self._guard:
             if not run.open:
@@ -240,7 +242,7 @@ class Service:
             message = f"{len(runs):,} requests are decoded or waiting; the queue takes no more"
             raise Refused(429, message, code="queue_full", wait=min(3600, max(1, round(wait))))
 
-    def _refuse_length(self, run: Run, length: object) -> None:
+    def _refuse_length(self, run: ApiRun, length: object) -> None:
         """Refuse a length that a run cannot be given."""
         if type(length) is not int or length < max(1, run.stats.tokens):
             raise Refused(
@@ -266,7 +268,7 @@ class Service:
             )
             raise Refused(400, f"{param}: {sizes}", param, "context_length_exceeded")
 
-    def _fitted(self, request: Request) -> tuple[RunConfig, Sequence[int]]:
+    def _fitted(self, request: ApiRequest) -> tuple[RunConfig, Sequence[int]]:
         """A request's job, of a length that the model has room for, and its prompt's token ids."""
         target = self.model.target
         model = self.model
@@ -317,7 +319,7 @@ class Service:
             figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
             self._say(f"{run.id} {state}: {run.reason or figures}")
 
-    def _decode(self, run: Run) -> str:
+    def _decode(self, run: ApiRun) -> str:
         """Make a run's text, all of it; returns its state."""
         try:
             if (run.path / RECORD).exists():
@@ -362,7 +364,7 @@ class Service:
             )
         return FAILED
 
-    def _note(self, run: Run, state: str = "") -> None:
+    def _note(self, run: ApiRun, state: str = "") -> None:
         try:
             run.store(state)
             self._unwritten.pop(run.id, None)
@@ -390,7 +392,7 @@ class Service:
                 self._say(f"{run.id} goes on, {run.stats.tokens:,} tokens are there")
                 self._again(run)
 
-    def _requested(self, path: Path) -> Run | None:
+    def _requested(self, path: Path) -> ApiRun | None:
         """A run as ``request.json`` in its folder says, with the state that this says;
         None if there is none.
         """
@@ -401,7 +403,7 @@ class Service:
         try:
             typed = {**self._typed_model, **of_json(content["typed"])}
             request = parse(content["body"], content["chat"], typed, content["model"])
-            run = Run(
+            run = ApiRun(
                 path,
                 changed(request.config, {"length": int(content["length"])}),
                 request,
@@ -414,7 +416,7 @@ class Service:
             raise InputError(f"{file} is broken: {error!r:.200}") from None
         return run
 
-    def _read(self, path: Path, whole: bool = True) -> Run:
+    def _read(self, path: Path, whole: bool = True) -> ApiRun:
         """A run that is not open, from its folder, with its text if ``whole``.
 
         InputError if there is none, or its files are broken.
@@ -433,7 +435,7 @@ class Service:
             raise InputError(entry.reason or f"{path.name} holds no run")
         with reading(path / RECORD):
             config = RunConfig.from_record(record.options, record.model, record.drafting)
-            run = run or Run(
+            run = run or ApiRun(
                 path, config, created=int(datetime.fromisoformat(record.started).timestamp())
             )
             run.prompt_tokens = int(record.prompt["tokens"])
