@@ -116,7 +116,7 @@ def test_a_filter_is_found_everywhere(tree):
     assert [code for code, _, _ in (free, run, own, same, less)] == [0, 0, 0, 0, 1]
     assert (tree / "free" / "tokens.u32").read_bytes() != (tree / "run" / "tokens.u32").read_bytes()
     assert json.loads((tree / "run" / "run.json").read_text())["sampling"]["floor"] == 1.5
-    kept = "the run was made with 1.5, got 2.0; a resumed run keeps its options"
+    kept = "the run was made with 1.5, got 2.0; it keeps its options"
     assert other[2] == f"tswift: error: --floor: {kept}\n"
 
 

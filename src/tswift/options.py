@@ -6,6 +6,7 @@ The command line, records and checks are made from the fields; nothing here impo
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
@@ -286,6 +287,37 @@ def of_json(values: Values) -> dict[str, Any]:
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
+
+
+def values_of(options: object) -> dict[str, object]:
+    """A dataclass's options by name, those of its parts among them."""
+    found: dict[str, object] = {}
+    for each in fields(options):  # type: ignore[arg-type]
+        value = getattr(options, each.name)
+        if _PART in each.metadata:
+            found |= values_of(value)
+        elif _KEY in each.metadata:
+            found[each.name] = value
+    return found
+
+
+def refuse_changes(what: str, asked: Values, *known: Values, free: Collection[str] = ()) -> None:
+    """No option is silently ignored: what goes on keeps its options, but for those that are free.
+
+    Args:
+        what: goes on.
+        asked: of it now.
+        known: what it was made with, as any of these say.
+    """
+    for name, value in asked.items():
+        own, *others = (each.get(name) for each in known)
+        if name not in free and _plain_json(value) not in map(_plain_json, (own, *others)):
+            own = "none" if own is None else own
+            raise InputError(f"{what} was made with {own}, got {value}; it keeps its options", name)
+
+
+def _plain_json(value: object) -> object:
+    return json.loads(json.dumps(value, default=str))
 
 
 def fields_of(kind: type, values: Values) -> dict[str, Any]:

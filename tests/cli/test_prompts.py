@@ -269,7 +269,7 @@ def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):
     for _ in range(2):
         Batch(prompts, out, {"length": 5, "out": out}).claim()
     assert [task.config.text.length for task in reopen(out).tasks] == [5, 9, 5, 5]
-    with refused("was begun with 5, got 6; its options stay"):
+    with refused("was made with 5, got 6; it keeps its options"):
         Batch(prompts, out, {"length": 6, "out": out}).claim()
     prompts.write_text(prompts.read_text().replace("late", "early"))
     with refused("is not the file that"):

@@ -82,7 +82,7 @@ def test_a_gpus_run_is_judged_here(tswift, run):
     found = tswift(f"verify {run} --device cpu --json -").json
     assert (found["ok"], found["model"]["attention"]) == (True, "sdpa")
     again = tswift(f"generate --resume {run} --len {LENGTH + 1} --device cpu")
-    says = "the run was made with cuda:0, got cpu; a resumed run keeps its options"
+    says = "the run was made with cuda:0, got cpu; it keeps its options"
     assert (again.code, again.err) == (2, f"tswift: error: --device: {says}\n")
 
 

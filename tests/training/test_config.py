@@ -111,8 +111,9 @@ def test_only_what_changes_no_weight_may_be_another(tmp_path):
     fixed |= {"objective": "distill", "heads_count": 2, "draft_vocabulary": 0, "keep_tokens": 5}
     assert {*free, *fixed, "corpus", "model"} == {item.name for item, _ in options_of(HeadsConfig)}
     for name, value in fixed.items():
-        began = "nothing" if getattr(config, name) is None else getattr(config, name)
-        with refused(rf"^{name}: the training in .* was begun with {began}, got {value}$"):
+        began = "none" if getattr(config, name) is None else getattr(config, name)
+        says = f"was made with {began}, got {value}; it keeps its options$"
+        with refused(rf"^{name}: the training in .* {says}"):
             config.resumed({name: value}, tmp_path)
     with refused(r"^lr: must be above 0, got -1$"):
         config.resumed({"lr": -1}, tmp_path)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from tswift import options
 from tswift.benchmarking import summary
 from tswift.benchmarking.config import BenchOptions, Plan
 from tswift.benchmarking.gate import JUDGED, Judging, differ
@@ -20,13 +21,10 @@ from tswift.benchmarking.record import (
     workload_hash,
 )
 from tswift.benchmarking.suites import find_suite
-from tswift.drafting.options import DraftOptions
 from tswift.errors import MAX_RECORD, InputError, parse_json
 from tswift.files import lock_folder
 from tswift.jobs.folder import INTERRUPTED, read_own
-from tswift.models.config import ModelConfig
-from tswift.options import fields_of, of_json, options_of
-from tswift.sampling.parameters import SamplingParams
+from tswift.options import changed, fields_of, of_json, values_of
 from tswift.tables import Table
 
 FILES = ("bench.json", "bench-simulated.json", "suite.json")
@@ -69,15 +67,11 @@ def read_record(folder: Path, option: str) -> Record:
     return record
 
 
-def plan_of(options: Mapping[str, object]) -> Plan:
+def plan_of(given: Options) -> Plan:
     """The grid that options ask for, by name, as typed or as in a record."""
-    own = find_suite(str(options["suite"])) if options.get("suite") else None
-    return Plan(
-        **{
-            **({"prefills": own.prefills, "lens": own.lens} if own else {}),
-            **fields_of(Plan, options),
-        }
-    )
+    own = find_suite(str(given["suite"])) if given.get("suite") else None
+    usual = {"prefills": own.prefills, "lens": own.lens} if own else {}
+    return changed(Plan(), {**usual, **given})
 
 
 def add_seeds(record: Record, seeds: Sequence[int]) -> None:
@@ -97,20 +91,10 @@ def add_seeds(record: Record, seeds: Sequence[int]) -> None:
 
 
 def refuse_changes(record: Record, typed: Options) -> None:
-    """No option is silently ignored: what was typed for a benchmark that goes on is its own,
-    or refused.
-    """
-    known = vars(plan_of({"suite": record.suite} if isinstance(record, SuiteRecord) else {}))
-    for kind in (BenchOptions, ModelConfig, SamplingParams, DraftOptions):
-        known = {**{each.name: each.default for each, _ in options_of(kind)}, **known}
-    known |= record.options or {}
-    for name, value in typed.items():
-        own = known.get(name)
-        if to_json(value) != to_json(own):
-            was = "none" if own is None else own
-            raise InputError(
-                f"the benchmark was made with {was}, got {value}; it keeps its options", name
-            )
+    """Refuse what was typed for a benchmark that goes on and is not its own."""
+    usual = plan_of({"suite": record.suite} if isinstance(record, SuiteRecord) else {})
+    known = {**values_of(BenchOptions()), **vars(usual), **(record.options or {})}
+    options.refuse_changes("the benchmark", typed, known)
 
 
 def continue_from(fresh: Record, earlier: Record, folder: Path) -> None:

@@ -32,7 +32,7 @@ from tswift.jobs.folder import (
     read_record,
 )
 from tswift.jobs.prompts import read_lines
-from tswift.options import Values, changed, of_json
+from tswift.options import Values, changed, of_json, refuse_changes
 
 if TYPE_CHECKING:
     from tswift.jobs.job import Job, Signals
@@ -130,22 +130,16 @@ class Batch:
         digest = sha256(read_file(self._prompts, MAX_BYTES, OPTION)).hexdigest()
         file = {"prompts": str(self._prompts.resolve()), "sha256": digest}
         asked = {**file, "defaults": _DEFAULTS, "options": options}
-        content = json.dumps(asked, default=str, indent=1).encode()
         with self._alone() as made:
             if not (self.out / BATCH).exists():
                 if any(path.name not in made for path in self.out.iterdir()):
                     raise InputError(
                         f"{self.out} is not empty; texts need a folder of their own", "out"
                     )
-                write_whole(self.out / BATCH, content)
+                write_whole(self.out / BATCH, json.dumps(asked, default=str, indent=1).encode())
         known = _read_batch(self.out)
-        asked = json.loads(content)
-        for name in sorted({*known["options"], *asked["options"]}):
-            ours, theirs = (each["options"].get(name) for each in (asked, known))
-            if ours != theirs:
-                raise InputError(
-                    f"{self.out} was begun with {theirs}, got {ours}; its options stay", name
-                )
+        began = known["options"]
+        refuse_changes(str(self.out), {**dict.fromkeys(began), **options}, began)
         if known["sha256"] != digest:
             raise InputError(
                 f"{self._prompts} is not the file that {self.out} was begun with", OPTION

@@ -4,21 +4,14 @@ and the job that begins at its last checkpoint.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream, text_of
-from tswift.drafting.options import (
-    AUTO_TREE,
-    DraftOptions,
-    find_method,
-    refuse_unused,
-    used_options,
-)
+from tswift.drafting.options import find_method, used_options
 from tswift.errors import InputError, Object
 from tswift.files import Lock, lock_folder, write_whole
 from tswift.jobs.config import RunConfig
@@ -37,7 +30,7 @@ from tswift.loading.model import INTEGERS, PRODUCTS, LoadedModel, load_model
 from tswift.machine import environment, now
 from tswift.models.checkpoint import Checkpoint
 from tswift.models.config import NO_HEADS, ModelConfig
-from tswift.options import Values, changed, fields_of
+from tswift.options import Values, changed, refuse_changes
 from tswift.sampling.generation_config import PAPERS
 
 OPTION = "resume"
@@ -176,42 +169,20 @@ def _check_text(
         write_whole(run.path / TEXT, text_of(tokenizer, saved.tokens, run.rules).encode())
 
 
-def _refuse_conflicts(run: RunRecord, asked: Mapping[str, object], free: Sequence[str]) -> None:
-    """No option is silently ignored: what was typed is free to change, or the run's own,
-    or refused.
-    """
+def _refuse_conflicts(run: RunRecord, asked: Values, free: Sequence[str]) -> None:
+    """Refuse what was typed and is neither free to change nor the run's own."""
     record = run.record
-    options = run.record.options
-    typed = options.get("drafting", {})
-    drafting = fields_of(DraftOptions, asked)
-    if drafting:
-        auto = record.drafting.get("tree") == drafting.get("tree", AUTO_TREE) == AUTO_TREE
-        kept = {
-            name: record.drafting.get(name)
-            for name in ("kv", *(("tree", "recall") if auto else ()))
-        }
-        refuse_unused([run.config.method], {**kept, **drafting})
+    # what was typed may have been cut to what fits
+    typed = {**asdict(ModelConfig()), **record.options, **record.options.get("drafting", {})}
     known = {
         "sampling_from": PAPERS,
-        **options,
         **typed,
+        **asdict(run.config.model),
         **record.sampling,
         **record.drafting,
-        "exact": run.config.model.exact,
+        "attention": record.model["attention"],
     }
-    known["kv_dtype"] = run.config.model.kv_dtype
-    for name, value in asked.items():
-        plain = json.loads(json.dumps(value, default=str))  # as a record has it
-        if name in ("device", "dtype", "kv_dtype", "attention"):
-            if plain in (record.model.get(name), options.get(name, "auto")):
-                continue
-            known[name] = record.model.get(name, known.get(name))
-        # what was typed may have been cut to what fits
-        if name not in free and plain not in (known.get(name), typed.get(name)):
-            own = "none" if known.get(name) is None else known[name]
-            raise InputError(
-                f"the run was made with {own}, got {value}; a resumed run keeps its options", name
-            )
+    refuse_changes("the run", asked, known, typed, free=free)
 
 
 def load_exact_or_not(config: ModelConfig, typed: bool) -> LoadedModel:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from tswift.errors import InputError, find_path
 from tswift.models.config import DEMO, HEAD_KINDS, parse_dtype_name, refuse_shape
-from tswift.options import Values, check_options, option, options_of
+from tswift.options import Values, check_options, option, options_of, refuse_changes
 
 TEXT, DISTILL = OBJECTIVES = ("text", "distill")
 
@@ -180,15 +180,9 @@ class HeadsConfig:
             else self
         )
         free = {item.name for item, carried in options_of(self) if carried.free}
-        for name in changes:
-            old = getattr(self, name)
-            new = getattr(changed, name)
-            if name not in free and old != new:
-                began = "nothing" if old is None else old
-                raise InputError(
-                    f"the training in {folder} was begun with {began}, got {new}", name
-                )
-        return replace(self, **{name: getattr(changed, name) for name in changes if name in free})
+        asked = {name: getattr(changed, name) for name in changes}
+        refuse_changes(f"the training in {folder}", asked, vars(self), free=free)
+        return replace(self, **asked)
 
 
 def _absolute(name: str) -> str:
