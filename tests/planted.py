@@ -219,7 +219,7 @@ FAULTS = [
     Fault("a missing compiler is told after loading", "loading/model.py", BUILDING,
           "    slow = _slowness(plan)\n", "    _load_network(plan)\n    slow = _slowness(plan)\n"),
     Fault("floats go on with a run of integers", "jobs/resuming.py", "cli/test_integer_weights.py", 'if own is not None and own != then:', "if False:"),
-    Fault("floats judge a run of integers", "jobs/verification.py", "cli/test_integer_weights.py", "    refuse_other_products(run, model)\n", ""),
+    Fault("floats judge a run of integers", "jobs/verification.py", "cli/test_integer_weights.py", "    refuse_other_text(run, model)\n", ""),
     Fault("floats of codes are passed over as exact", "forward/exact_passes.py", "forward/test_integers.py", "or multiplies_integers(target.model)", "or holds_codes(target.model)"),
     Fault("floats take all memory", "forward/cpu/products.py", "forward/test_integers.py", "if end * _FLOAT <= most]", "if True]"),
     Fault("Zig keeps objects where others may write", "native_build.py", BUILDING, "env={**os.environ, **folders, ", "env={**folders, **os.environ, "),
@@ -450,7 +450,7 @@ FAULTS = [
     Fault("a typed length gives way", "jobs/job.py", "cli/test_defaults.py::test_generate_ends_where_the_model_does",
           '"length" not in config.given', "True"),
     Fault("a grid that was typed gives way", "benchmarking/config.py", "cli/test_defaults.py",
-          'if "lens" not in given:', "if True:"),
+          'if not chosen:', "if True:"),
     # a step
     Fault("a commit's gather is skipped", "caches.py", LOOP,
           "if list(slots) != list(range(count)):", "if False:"),

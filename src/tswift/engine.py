@@ -21,6 +21,7 @@ from tswift.forward.notes import warn_of_fallbacks
 from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
 from tswift.memory import Demand, MemoryEstimate, check, refuse_ids
+from tswift.options import Option, checked
 from tswift.sampling.parameters import MAX_TOP, SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
@@ -53,34 +54,26 @@ class Request:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop_at_eos", "ignore_eos"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"must be True or False, got {getattr(self, name)!r:.60}", name)
+        for name, kind in (
+            ("length", int),
+            ("method", str),
+            ("seed", int),
+            ("stop_at_eos", bool),
+            ("ignore_eos", bool),
+            ("logprobs", int | None),
+        ):
+            checked(kind, getattr(self, name), name)
+        checked(int | None, self.rules.loop, "stop_on_loop", Option("", least=1))
         if self.stop_at_eos and self.ignore_eos:
             raise InputError("cannot be given together with stop_at_eos", "ignore_eos")
-        loop = self.rules.loop
         for name, fine, expected in (
             ("prompt", _are_ids(self.prompt), "a text or token ids"),
-            ("length", isinstance(self.length, Integral), "an integer"),
-            ("method", isinstance(self.method, str), "a name"),
-            ("seed", isinstance(self.seed, Integral), "an integer"),
             ("params", isinstance(self.params, SamplingParams), "SamplingParams"),
             ("options", isinstance(self.options, DraftOptions), "DraftOptions"),
             ("written", _are_ids(self.written), "token ids"),
-            (
-                "logprobs",
-                self.logprobs is None or isinstance(self.logprobs, Integral),
-                "an integer",
-            ),
-            (
-                "stop_on_loop",
-                loop is None or (isinstance(loop, int) and loop > 0),
-                "an integer above 0",
-            ),
         ):
-            value = loop if name == "stop_on_loop" else getattr(self, name)
-            if not fine or isinstance(value, bool):
-                raise InputError(f"must be {expected}, got {value!r:.60}", name)
+            if not fine:
+                raise InputError(f"must be {expected}, got {getattr(self, name)!r:.60}", name)
 
     def check(self, vocab_size: int) -> None:
         """Refuse what a model with such a vocabulary cannot decode: an empty prompt,
@@ -116,10 +109,6 @@ class Request:
         if text.stopped is not None:
             raise InputError(f"the text so far has {text.stopped!r} in it already", "stop")
         return text, before
-
-    def demand(self, options: DraftOptions) -> Demand:
-        """What says how much memory it needs, with its options resolved."""
-        return Demand(len(self.prompt), self.length, self.method, options)
 
 
 def _are_ids(value: object) -> bool:
@@ -175,7 +164,8 @@ def begin(
     target = model.target.reference() if method.reference else model.target
     draft = model.draft is not None
     options = resolved(method, target, model.heads, request.options, draft)
-    need = check(target, request.demand(options), draft=model.draft)
+    demand = Demand(len(request.prompt), request.length, request.method, options)
+    need = check(target, demand, draft=model.draft)
     costs = costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL
     drafter = make_drafter(
         request.method, target, model.heads, options, model.draft, need.positions, costs

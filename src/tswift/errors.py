@@ -85,6 +85,11 @@ TRACEBACK = "TSWIFT_TRACEBACK"  # the environment's variable that asks for trace
 _LONGEST_REASON = 200
 
 
+def reason_of(error: BaseException) -> str:
+    """The first line of what an error says; its type where that is nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
+
+
 def cause_of(error: BaseException) -> str:
     """Why something failed that can be done without, in one line: the error's first,
     and where in the package it was.
@@ -93,7 +98,7 @@ def cause_of(error: BaseException) -> str:
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_REASON]
+    line = reason_of(error)
     package = Path(__file__).parent
     frames = [
         frame

@@ -13,13 +13,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 import tswift
+from tswift.errors import Object
 
 _ROOT = Path("/")
 
@@ -89,7 +89,7 @@ def ran_out(error: BaseException) -> bool:
     return of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def environment(device: torch.device) -> Object:
     """Versions, platform, processors and git commit, as they go into ``run.json``."""
     gpu = gpu_name(device)
     return {

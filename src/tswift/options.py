@@ -26,7 +26,7 @@ from typing import (
     get_type_hints,
 )
 
-from tswift.errors import InputError, did_you_mean
+from tswift.errors import InputError, Object, did_you_mean
 
 DRAFTING = "Drafting"  # the panel that only ``--help-all`` lists
 _KEY, _PART, _GIVEN = "option", "part", "given"  # in a field's metadata
@@ -90,7 +90,7 @@ def given_names() -> Any:
 
 def changed(options: T, values: Values) -> T:
     """The same options with some changed by their names, those of its parts among them."""
-    made: dict[str, object] = {}
+    made = Object()
     for each in fields(options):  # type: ignore[arg-type]
         if _PART in each.metadata:
             made[each.name] = changed(getattr(options, each.name), values)
@@ -101,7 +101,7 @@ def changed(options: T, values: Values) -> T:
     return replace(options, **made)  # type: ignore[type-var]
 
 
-def given_options(options: object, names: Collection[str] = ()) -> dict[str, object]:
+def given_options(options: object, names: Collection[str] = ()) -> Object:
     """The options of a dataclass, by name, that are among some names or are not the default."""
     values = ((each, getattr(options, each.name)) for each, _ in options_of(options))
     return {
@@ -127,7 +127,7 @@ def described(default: object, carried: Option) -> str:
 
 
 @cache
-def _hints(kind: Hashable) -> dict[str, Any]:
+def _hints(kind: Hashable) -> Object:
     return get_type_hints(kind, include_extras=True)
 
 
@@ -282,16 +282,16 @@ def parse_shard(words: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def of_json(values: Values) -> dict[str, Any]:
+def of_json(values: Values) -> Object:
     """Options that were read from JSON, which has lists where options are tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
 
 
-def values_of(options: object) -> dict[str, object]:
+def values_of(options: object) -> Object:
     """A dataclass's options by name, those of its parts among them."""
-    found: dict[str, object] = {}
+    found = Object()
     for each in fields(options):  # type: ignore[arg-type]
         value = getattr(options, each.name)
         if _PART in each.metadata:
@@ -320,6 +320,6 @@ def _plain_json(value: object) -> object:
     return json.loads(json.dumps(value, default=str))
 
 
-def fields_of(kind: type, values: Values) -> dict[str, Any]:
+def fields_of(kind: type, values: Values) -> Object:
     """Of some values by name, those of a dataclass's options."""
     return {each.name: values[each.name] for each, _ in options_of(kind) if each.name in values}

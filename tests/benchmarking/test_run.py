@@ -31,7 +31,7 @@ from tests.helpers import (
 from tests.rows import every_row
 from tswift.benchmarking import run as run_module
 from tswift.benchmarking import workloads
-from tswift.benchmarking.comparison import compare
+from tswift.benchmarking.comparison import Comparison
 from tswift.benchmarking.config import (
     FULL,
     SAMPLED,
@@ -593,14 +593,10 @@ def test_books_come_from_the_test_split(tmp_path, monkeypatch):
 
 
 def compared(config: BenchConfig, length: int = LENGTH):
-    return compare(
-        config,
-        config.model.encode("The ship had lain"),
-        length,
-        5,
-        lambda run: None,
-        lambda *_: None,
-    )
+    ids = config.model.encode("The ship had lain")
+    comparison = Comparison(config, "prompt_text", ids, length, 5)
+    comparison.run(lambda run: None, lambda *_: None)
+    return comparison
 
 
 def test_all_methods_write_the_same_text(checkpoint):
@@ -671,7 +667,8 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
         if run.stats.tokens > 40:
             raise KeyboardInterrupt
 
-    comparison = compare(config, [1, 2, 3], LENGTH, 5, press, lambda *_: None)
+    comparison = Comparison(config, "prompt_text", [1, 2, 3], LENGTH, 5)
+    comparison.run(press, lambda *_: None)
     assert comparison.interrupted
     assert comparison.ok
     assert all(30 < outcome["tokens"] < 60 for outcome in comparison.outcomes)
@@ -680,4 +677,4 @@ def test_ctrl_c_leaves_the_outcomes_so_far(checkpoint):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare(config, [1, 2, 3], LENGTH, 5, press_at_once, lambda *_: None)
+        comparison.run(press_at_once, lambda *_: None)

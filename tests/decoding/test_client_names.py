@@ -262,7 +262,7 @@ def test_a_loop_ends_every_method_at_the_same_token(model):
         assert tokens_of(rest) == whole[end - 5 : end]
     with refused("the text so far ends in a loop"):
         list(generate(model, PROMPT, 400, params=greedy, stop_on_loop=most, written=whole[:end]))
-    with refused("must be an integer above 0"):
+    with refused("must be at least 1"):
         list(generate(model, PROMPT, 400, stop_on_loop=0))
 
 

@@ -215,7 +215,7 @@ def test_a_recorded_loop_is_meant_as_it_was_when_the_run_was_made():
     options = RunConfig.of(prompt="p", stop_on_loop=9).recorded()
     loaded = {"name": "x", "device": "cpu", "dtype": "float32", "attention": "native"}
     for least in (1, 9):
-        found = RunConfig.from_record(options, loaded, {}).text_rules(SamplingParams())
+        found = RunConfig.from_record(options, loaded, {}).text_rules
         assert (found.loop, found.least_loop) == (9, least)
         options.pop("least_loop", None)
 

@@ -12,16 +12,16 @@ from transformers import AutoTokenizer
 
 from tests.helpers import refused
 from tswift.jobs import config as module
-from tswift.jobs.config import first_tokens, read_prompt, render_chat
+from tswift.jobs.config import TextConfig, read_prompt, render_chat
 
 
 def test_take():
     tokens = list(range(5000))
-    assert first_tokens(tokens, None, bundled=False) == tokens
-    assert first_tokens(tokens, None, bundled=True) == tokens[:1024]
-    assert first_tokens(tokens, 4096, bundled=True) == tokens[:4096]
+    assert TextConfig(prompt="p").first(tokens) == tokens
+    assert TextConfig().first(tokens) == tokens[:1024]
+    assert TextConfig(prefill=4096).first(tokens) == tokens[:4096]
     with refused("prefill: asks for 5,001 tokens, the prompt has 5,000"):
-        first_tokens(tokens, 5001, bundled=False)
+        TextConfig(prompt="p", prefill=5001).first(tokens)
 
 
 def test_a_prompt_as_large_as_it_may_be(tmp_path, monkeypatch):

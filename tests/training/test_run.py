@@ -265,7 +265,7 @@ def test_another_model_or_corpus_or_damage_is_noticed(tiny, out, tmp_path):
         ({"plan": record["plan"] | {"kind": "odd"}}, "resume: .* holds a plan that is damaged")
     )
     rows.append(({"kind": "train-draft"}, r"resume: .*train\.json is of kind train-draft"))
-    damaged = r"resume: .*train\.json is damaged$"
+    damaged = r"resume: .*train\.json is broken: it is no"
     for text, message in [(json.dumps(record | new), told) for new, told in rows] + [
         ("{", damaged),
         ("[]", damaged),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tswift.benchmarking.config import (
     BASELINE,
@@ -19,7 +19,7 @@ from tswift.benchmarking.record import Options, Sample
 from tswift.benchmarking.run import BenchRun, Case, Trial, open_runs
 from tswift.benchmarking.summary import STATS, from_source, method_name
 from tswift.decoding.audit import Audit
-from tswift.jobs.config import BUNDLED_PREFILL, Text, fingerprint, first_tokens
+from tswift.jobs.config import Text, fingerprint
 from tswift.machine import environment
 from tswift.memory import fit_length
 from tswift.tables import NOTHING, Table
@@ -36,66 +36,69 @@ _SHOWN = {  # by figure: heading and format
 }
 
 
-@dataclass(frozen=True)
-class Comparing:
-    """What is to be compared: a loaded model, and the text that all methods are to write."""
+@dataclass
+class Comparison:
+    """Methods side by side on one text, as far as they got: a loaded model, what all of them are to
+    write, and what came of it.
+    """
 
     config: BenchConfig
     source: str  # of the prompt
     ids: Sequence[int]  # its tokens
     length: int
     seed: int
-    notes: Sequence[str]  # lines for people
+    notes: Sequence[str] = ()  # lines for people
+    samples: Sequence[Sample] = ()  # plain decoding's first
+    audits: Mapping[str, Audit] = field(default_factory=dict)  # by method, if there are any
+    interrupted: bool = False
 
     @classmethod
     def of(
         cls, options: BenchOptions, asked: CompareConfig, text: str, flexible: bool
-    ) -> Comparing:
+    ) -> Comparison:
         """Load the model, and refuse what does not fit; a ``flexible`` length gives way."""
-        prefill = asked.prefill
         length = asked.length
-        least = prefill or (BUNDLED_PREFILL if asked.bundled else 1)
-        larger = "prefill" if prefill and prefill > length else "length"
-        config = configure(options, least, length, larger, flexible)
-        said = Text(asked.source, text).encode(config.model, asked.chat)
-        ids = first_tokens(said, prefill, bundled=asked.bundled)
-        positions = config.model.target.max_positions
+        config = configure(options, asked.least, length, asked.larger, flexible)
+        model = config.model
+        ids = asked.first(Text(asked.source, text).encode(model, asked.chat))
+        positions = model.target.max_positions
         notes = []
         if flexible and (length := fit_length(length, len(ids), positions)) < asked.length:
             notes.append(f"--len is {length:,}: the model has {positions:,} positions")
         open_runs(config, ids, length, asked.seed)  # allocated and freed
         notes += [config.note] if config.note is not None else []
-        model = config.model
         notes.append(
             f"model {model.name}, {model.target.device}{model.remarks()}, prompt {len(ids):,} "
             f"tokens, {length:,} to generate, seed {asked.seed}"
         )
         return cls(config, asked.source, ids, length, asked.seed, notes)
 
-    def about(self) -> Options:
-        """For JSON."""
-        return {
-            "environment": environment(self.config.model.target.device),
-            "model": self.config.model.about(),
-            "prompt": {
-                "source": self.source,
-                "tokens": len(self.ids),
-                "sha256": fingerprint([*self.ids]),
-            },
-            "length": self.length,
-            "seed": self.seed,
-            "sampling": self.config.params,
-            "drafting": self.config.drafting(),
-        }
+    def run(
+        self, on_progress: Callable[[BenchRun], None], on_audit: Callable[[str, int, int], None]
+    ) -> None:
+        """Run all methods in interleaved slices and compare their texts,
+        as far as they got if Ctrl-C is pressed.
 
+        Where a text differs from plain decoding's, it is audited as a whole, and so is plain
+        decoding's: after a near-tie the two are different draws, and comparing them further would
+        say nothing.
 
-@dataclass(frozen=True)
-class Comparison:
-    """Methods side by side on one prompt, as far as they got."""
-
-    samples: Sequence[Sample]  # plain decoding's first
-    audits: Mapping[str, Audit]  # by method, if there are any
-    interrupted: bool
+        Args:
+            on_progress: called when a run has been prefilled or has advanced by a slice.
+            on_audit: called with a method's name and the tokens audited so far and in all.
+        """
+        prompt = self.ids
+        case = Case(repeat=0, prompt="", prefill=len(prompt), seed=self.seed, tokens=prompt)
+        runs = open_runs(self.config, prompt, self.length, self.seed)
+        trial = Trial(self.config, case, runs, [self.length])
+        # a second Ctrl-C ends the audit too
+        self.interrupted = trial.run(on_progress, lambda samples: None)
+        if self.interrupted and not all(run.tokens for run in runs):
+            raise KeyboardInterrupt
+        for run in runs:
+            run.marks = [run.stats]
+        self.samples = trial.samples()
+        self.audits = trial.explain(self.samples, on_audit)
 
     @property
     def ok(self) -> bool:
@@ -142,7 +145,19 @@ class Comparison:
 
     def as_dict(self) -> Options:
         """Everything, ready for JSON."""
+        model = self.config.model
         return {
+            "environment": environment(model.target.device),
+            "model": model.about(),
+            "prompt": {
+                "source": self.source,
+                "tokens": len(self.ids),
+                "sha256": fingerprint([*self.ids]),
+            },
+            "length": self.length,
+            "seed": self.seed,
+            "sampling": self.config.params,
+            "drafting": self.config.drafting(),
             "ok": self.ok,
             "interrupted": self.interrupted,
             "outcomes": self.outcomes,
@@ -185,35 +200,3 @@ def _same(outcome: Options) -> str:
     said = "no margin found" if margin is None else f"margin {margin:.2g}"
     why = "rounding" if outcome["explained"] else "NOT rounding"
     return f"to token {first:,}, then {why} ({said})"
-
-
-def compare(
-    config: BenchConfig,
-    prompt: Sequence[int],
-    length: int,
-    seed: int,
-    on_progress: Callable[[BenchRun], None],
-    on_audit: Callable[[str, int, int], None],
-) -> Comparison:
-    """Run all methods in interleaved slices and compare their texts,
-    as far as they got if Ctrl-C is pressed.
-
-    Where a text differs from plain decoding's, it is audited as a whole, and so is plain
-    decoding's: after a near-tie the two are different draws, and comparing them further would say
-    nothing.
-
-    Args:
-        prompt: token ids.
-        length: tokens to generate.
-        on_progress: called when a run has been prefilled or has advanced by a slice.
-        on_audit: called with a method's name and the tokens audited so far and in all.
-    """
-    case = Case(repeat=0, prompt="", prefill=len(prompt), seed=seed, tokens=prompt)
-    trial = Trial(config, case, open_runs(config, prompt, length, seed), [length])
-    interrupted = trial.run(on_progress, lambda samples: None)  # a second Ctrl-C ends the audit too
-    if interrupted and not all(run.tokens for run in trial.runs.values()):
-        raise KeyboardInterrupt
-    for run in trial.runs.values():
-        run.marks = [run.stats]
-    samples = trial.samples()
-    return Comparison(samples, trial.explain(samples, on_audit), interrupted)

@@ -5,7 +5,7 @@ torch is imported where a model is loaded, so that what is cheap to check is ref
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -263,14 +263,14 @@ class Plan:
 
 
 def fit_grid(
-    prefill: int, lens: Sequence[int], given: Collection[str], positions: int
+    prefill: int, lens: Sequence[int], given: tuple[bool, bool], positions: int
 ) -> tuple[int, tuple[int, ...], bool]:
     """Prompt tokens and generated lengths for a model:
     what nobody asked for gives way to its positions.
 
     Args:
         prefill, lens: as asked for, or the defaults.
-        given: ``prefill`` and ``lens``, as far as they were asked for.
+        given: whether each was asked for.
         positions: that the model has.
 
     Returns:
@@ -278,10 +278,11 @@ def fit_grid(
     """
     least = prefill
     fitting = tuple(lens)
-    if "prefill" not in given and prefill + max(lens) > positions:
-        least = min(prefill, positions - max(lens) if "lens" in given else positions // 2)
+    typed, chosen = given
+    if not typed and prefill + max(lens) > positions:
+        least = min(prefill, positions - max(lens) if chosen else positions // 2)
         least = least if least > 1 else prefill
-    if "lens" not in given:
+    if not chosen:
         room = positions - least
         fitting = tuple(length for length in lens if length <= room) or (
             (room,) if room > 0 else fitting
@@ -409,7 +410,7 @@ class BenchConfig:
             return None
         return {"weights": self.model.simulated, "alpha": self.simulate_alpha}
 
-    def drafting(self) -> dict[str, dict[str, object]]:
+    def drafting(self) -> dict[str, Object]:
         """For records: by label, the options that its method uses."""
         return {
             one.label: used_options(find_method(one.method), one.options) for one in self.contenders

@@ -23,7 +23,7 @@ from typing import (
 )
 
 from tswift.errors import MAX_RECORD, InputError, Object, parse_json, read_file
-from tswift.options import Option, checked
+from tswift.options import Option, Values, checked
 
 SCHEMA: Literal[1] = 1
 _LARGEST = 1e300  # of a number in a file; whatever is computed from it is still finite
@@ -31,10 +31,11 @@ _LARGEST = 1e300  # of a number in a file; whatever is computed from it is still
 
 def _is_setting(value: Any) -> bool:
     """Whether it is a sampling parameter's value: a text, a number, or several numbers."""
-    several = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        value = [*value.values()]
     return all(
         isinstance(one, str) or (type(one) in (int, float) and abs(one) < _LARGEST)
-        for one in (several if isinstance(value, list | dict) else [value])  # type: ignore[union-attr]
+        for one in (value if isinstance(value, list) else [value])
     )
 
 
@@ -138,7 +139,7 @@ class Point:
         return {**vars(self), **self.others, **(self.quality or {})}.get(name)
 
     @classmethod
-    def gather(cls, point: Mapping[str, Any]) -> Object:
+    def gather(cls, point: Values) -> Object:
         """A point's values by name, with those that have no field of their own among the
         ``others``.
         """
@@ -357,7 +358,7 @@ class SuiteRecord:
         return {group.label: group.measurement for group in self.groups}
 
     @classmethod
-    def gather(cls, content: Mapping[str, Any]) -> Object:
+    def gather(cls, content: Values) -> Object:
         """The fields; a file's rows follow from them."""
         return {each.name: content[each.name] for each in fields(cls) if each.name in content}
 
@@ -380,7 +381,7 @@ def to_json(value: object) -> Any:
     return [to_json(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def encode(content: Mapping[str, object], indent: str = "") -> str:
+def encode(content: Values, indent: str = "") -> str:
     """Indented JSON with one list item per line, so that a diff is short."""
     inner = f"{indent}  "
     lines = []
@@ -397,7 +398,7 @@ def encode(content: Mapping[str, object], indent: str = "") -> str:
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}" + "\n" * (not indent)
 
 
-def workload_hash(workload: Mapping[str, object]) -> str:
+def workload_hash(workload: Values) -> str:
     """SHA-256, in hex, of a workload as canonical JSON, its own ``hash`` left out."""
     content = {name: value for name, value in workload.items() if name != "hash"}
     return hashlib.sha256(

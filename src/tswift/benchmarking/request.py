@@ -86,11 +86,11 @@ class BenchRequest:
         model = self.options.model.model
         made = plan_model(self.options.to_load())
         positions = made.max_positions
-        given = {"prefill" if name == "prefills" else name for name in self.given}
+        given = "prefills" in self.given, "lens" in self.given
         prefill, lens, gave_way = fit_grid(max(plan.prefills), plan.lens, given, positions)
         if not gave_way:
             return replace(self, made=made)
-        prefills = plan.prefills if "prefill" in given else (prefill,)
+        prefills = plan.prefills if given[0] else (prefill,)
         note = fit_note(model, positions, prefill, lens)
         fitted = replace(plan, prefills=prefills, lens=lens)
         return replace(self, plan=fitted, note=note, made=made)

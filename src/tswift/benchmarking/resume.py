@@ -21,9 +21,9 @@ from tswift.benchmarking.record import (
     workload_hash,
 )
 from tswift.benchmarking.suites import find_suite
-from tswift.errors import MAX_RECORD, InputError, parse_json
+from tswift.errors import InputError
 from tswift.files import lock_folder
-from tswift.jobs.folder import INTERRUPTED, read_own
+from tswift.jobs.folder import INTERRUPTED, read_json
 from tswift.options import changed, fields_of, of_json, values_of
 from tswift.tables import Table
 
@@ -43,7 +43,7 @@ def read_record(folder: Path, option: str) -> Record:
     path = next((folder / name for name in FILES if os.path.lexists(folder / name)), None)
     if path is None:
         raise InputError(f"{folder} holds no {', '.join(FILES[:-1])} or {FILES[-1]}", option)
-    record = parse(parse_json(read_own(path, MAX_RECORD, None, option), path, option), path, option)
+    record = parse(read_json(path, None, option), path, option)
     if record.options is None or not all(one.sessions for one in record.parts.values()):
         raise InputError(
             f"{path} was written by an older tswift, which did not keep its options", option

@@ -176,9 +176,14 @@ def _repeated(work: Callable[[], Tensor], device: torch.device) -> tuple[float, 
     return seconds[0], seconds[len(seconds) // 2] / seconds[0]
 
 
+def read_bytes(shape: Shape, context: Context) -> Context:
+    """Of weights, states, and the KV cache of ``context`` tokens."""
+    return shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes
+
+
 def loading_seconds(shape: Shape, machine: Machine, context: Context) -> Context:
     """Seconds to read the weights, states, and the KV cache of ``context`` tokens."""
-    return (shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes) / machine.bandwidth
+    return read_bytes(shape, context) / machine.bandwidth
 
 
 def computing_seconds(shape: Shape, machine: Machine, context: Context, nodes: float) -> Context:
@@ -378,7 +383,7 @@ def floors(
     a layer takes so many seconds more ``beside`` them, as was measured somewhere.
     """
     more, measured = beside or (0.0, "")
-    given = {"lens" if name == "length" else name for name in query.given}
+    given = "prefill" in query.given, "length" in query.given
     prefill, (length,), gave_way = fit_grid(query.prefill, (query.length,), given, positions)
     note = fit_note(query.model, positions, prefill, (length,)) if gave_way else ""
     usual = [context for context in CONTEXTS if context <= positions]
@@ -395,7 +400,7 @@ def floors(
         PassFloor(
             context,
             nodes,
-            shape.weight_bytes + shape.state_bytes + context * shape.kv_bytes,
+            int(read_bytes(shape, context)),
             loading_seconds(shape, machine, context),
             computing_seconds(shape, machine, context, nodes),
             floor := float(pass_seconds(shape, machine, context, nodes)),

@@ -527,8 +527,11 @@ def measure(
                 if cell in measurement.done:
                     continue
                 case = Case(**vars(cell), tokens=texts[cell.prompt][: cell.prefill])
-                if not warm:
-                    _warm_up(config, prompts[0], plan)
+                if plan.warmup and not warm:
+                    for run in open_runs(config, prompts[0].tokens[:_WARM_PROMPT], plan.warmup, 0):
+                        run.prefill()
+                        run.advance(plan.warmup)
+                        run.close()
                 warm = True
                 progress = partial(on_progress, label, number, len(cells) * len(groups), case)
                 ended = on_trial and partial(on_trial, label, case)
@@ -579,15 +582,6 @@ def _measure_cell(
         raise KeyboardInterrupt
     session.cells.append(case.cell)
     keep(samples)
-
-
-def _warm_up(config: BenchConfig, prompt: Prompt, plan: Plan) -> None:
-    runs = open_runs(config, prompt.tokens[:_WARM_PROMPT], plan.warmup, 0) if plan.warmup else []
-    for run in runs:
-        run.prefill()
-        run.advance(plan.warmup)
-    for run in runs:
-        run.close()
 
 
 # of sampling, what the hashes of all workloads are taken of

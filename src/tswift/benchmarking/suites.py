@@ -24,7 +24,7 @@ from tswift.benchmarking.summary import (
     grid_order,
     summarise,
 )
-from tswift.errors import no_such
+from tswift.errors import Object, no_such
 from tswift.options import Values
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def measured_rows(suite: Suite, groups: Sequence[Group]) -> list[Row]:
     return rows
 
 
-def summarise_suite(record: SuiteRecord) -> dict[str, list[dict[str, object]]]:
+def summarise_suite(record: SuiteRecord) -> dict[str, list[Object]]:
     """What follows from a suite's measurements, for JSON: its rows, and the published ones.
 
     Its end is brought up to date, and its texts are put in order.
@@ -147,7 +147,7 @@ def summarise_suite(record: SuiteRecord) -> dict[str, list[dict[str, object]]]:
     }
 
 
-def _shown(row: Row) -> dict[str, object]:
+def _shown(row: Row) -> Object:
     figures = {name: asdict(figure) for name, figure in row.figures.items()}
     return {name: getattr(row, name) for name in ("axis", "source", "prefill", "length")} | {
         "figures": figures

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tswift.benchmarking.config import KINDS
-from tswift.errors import InputError, did_you_mean, find_path
+from tswift.errors import InputError, did_you_mean, find_path, reason_of
 from tswift.jobs.config import Text, bundled_prompts, read_prompt
 from tswift.jobs.prompts import SUFFIXES, read_lines
 
@@ -100,9 +100,8 @@ def _books(word: str) -> list[Text]:
             ]
     except Exception as error:
         # no network, no such data set, a broken cache: datasets raises all kinds
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
-            f"{PG19} cannot be loaded from the hub ({reason[:120]})", "prompts"
+            f"{PG19} cannot be loaded from the hub ({reason_of(error)})", "prompts"
         ) from None
     if len(texts) < int(count):
         raise InputError(
@@ -121,7 +120,10 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
         if limit == 0:
             raise InputError(f"wants at least one prompt, got {word}", OPTION)
         if name == "prose":
-            found = _prose()
+            found = [
+                Text(f"prose/{path.stem}", path.read_text(encoding="utf-8"), name)
+                for path in sorted(bundled_prompts().glob("*.txt"))
+            ]
         elif name in KINDS:
             found = _of_file(bundled_prompts() / f"{name}.jsonl")
         elif name.endswith(SUFFIXES):
@@ -135,13 +137,6 @@ def read_workloads(words: Sequence[str]) -> list[Text]:
             raise InputError(f"asks for {limit} prompts, {name} has {len(found)}", OPTION)
         texts += found[: limit or (_STRUCTURED if name == "structured" else None)]
     return _distinct(texts, OPTION)
-
-
-def _prose() -> list[Text]:
-    return [
-        Text(f"prose/{path.stem}", path.read_text(encoding="utf-8"), "prose")
-        for path in sorted(bundled_prompts().glob("*.txt"))
-    ]
 
 
 def _of_file(path: Path) -> list[Text]:

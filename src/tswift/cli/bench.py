@@ -60,21 +60,19 @@ def compare(
     refuse_missing_heads(bench_options.model.heads)
     text = text_config.read(model)
     with loading_notice(model, quiet):
-        from tswift.benchmarking.comparison import Comparing
-        from tswift.benchmarking.comparison import compare as run_all
+        from tswift.benchmarking.comparison import Comparison
 
         found = output.writable(json)
-        asked = Comparing.of(bench_options, text_config, text, "length" not in typed.values)
+        flexible = "length" not in typed.values
+        comparison = Comparison.of(bench_options, text_config, text, flexible)
     bars = Bars(quiet, not no_progress)
-    for note in asked.notes:
+    for note in comparison.notes:
         bars.say(note)
-    speeds = _Speeds(bars, asked.length)
+    speeds = _Speeds(bars, comparison.length)
     with bars:
-        comparison = run_all(
-            asked.config, asked.ids, asked.length, asked.seed, speeds, speeds.audited
-        )
+        comparison.run(speeds, speeds.audited)
     found.show(comparison.table())
-    found.write("compare", typed.command, {**asked.about(), **comparison.as_dict()})
+    found.write("compare", typed.command, comparison.as_dict())
     if not comparison.ok:
         raise typer.Exit(FAILED)
     if comparison.interrupted:

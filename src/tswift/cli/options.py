@@ -16,7 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from tswift.cli.output import INTERRUPTED
-from tswift.errors import InputError, find_path
+from tswift.errors import InputError, Object, find_path
 from tswift.options import (
     DRAFTING,
     Option,
@@ -39,7 +39,7 @@ class Typed:
     command: Sequence[str]  # all words
     parameters: Sequence[Any]  # of the command, as typer has them
 
-    def of(self, kind: type) -> dict[str, Any]:
+    def of(self, kind: type) -> Object:
         """Of these values, those of a dataclass's fields."""
         return fields_of(kind, self.values)
 
@@ -77,9 +77,7 @@ def takes(
         @wraps(function)
         def command(context: typer.Context, **values: object) -> None:
             typed = {
-                name: values[name]
-                if option.parse is None and not option.repeat
-                else _value(name, values[name], option)
+                name: _found(_value(name, values[name], option), name)
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
@@ -88,11 +86,9 @@ def takes(
                     raise InputError("is given both ways", each.name)
             for own_option in (_HELP_ALL, _THREADS):
                 values.pop(own_option.name, None)
-            others = {name: value for name, value in values.items() if name not in carried}
-            for found in (typed, others):
-                for name, value in found.items():
-                    if isinstance(value, (Path, list)):
-                        found[name] = _found(value, name)
+            others = {
+                name: _found(value, name) for name, value in values.items() if name not in carried
+            }
             try:
                 function(Typed(typed, context.obj, context.command.params), **others)
             except KeyboardInterrupt as stop:  # which signal it was, typer does not ask
@@ -102,17 +98,15 @@ def takes(
             inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         ]
         for name, (kind, default, option) in carried.items():
-            own_type = type_of(kind, name)
-            hint = str if option.parse is not None else own_type
-            if (
-                option.parse is not None
-                and not option.repeat
-                and get_origin(own_type) in (tuple, Sequence)
-            ):
-                # a second list is refused: it would silently take the place of the first
-                hint = list[str]
-            elif option.repeat:
-                hint = list[str] if option.parse is not None else list[get_args(hint)[0]]  # type: ignore[misc]
+            hint = type_of(kind, name)
+            # a second list is refused: it would silently take the place of the first
+            several = option.repeat or get_origin(hint) in (tuple, Sequence)
+            if option.parse is not None:
+                hint = str
+            elif several:
+                hint = get_args(hint)[0]
+            if several:
+                hint = list[hint]  # type: ignore[valid-type]
             text = (shown or {}).get(name)
             text = (
                 described(default, option) if text is None else f"{option.help} (default: {text})"

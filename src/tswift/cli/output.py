@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from tswift.errors import InputError, Notice
 from tswift.files import write_whole
+from tswift.options import Values
 from tswift.stages import listening
 from tswift.tables import Reporter, Table
 
@@ -200,7 +201,7 @@ class Output:
         for table in tables if self.json != _STDOUT else ():
             show(table)
 
-    def write(self, kind: str, command: Sequence[str], content: Mapping[str, object]) -> None:
+    def write(self, kind: str, command: Sequence[str], content: Values) -> None:
         """Write the JSON that was asked for, whole or not at all."""
         ascii_only = (
             self.json == _STDOUT and codecs.lookup(sys.stdout.encoding or "ascii").name != "utf-8"

@@ -35,7 +35,7 @@ def env(
 
     Measured once for a model, and remembered.
     """
-    typed.make(ModelConfig)
+    config = typed.make(ModelConfig)
     from tswift.checking import KERNELS
     from tswift.cli import output
     from tswift.decoding.device_step_check import try_steps
@@ -46,7 +46,6 @@ def env(
     from tswift.tables import NOTHING, Table
 
     result = output.writable(json_file)
-    config = typed.make(ModelConfig)
     if check:
         forget()
     with loading_notice(config.model, quiet=False):

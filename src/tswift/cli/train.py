@@ -70,7 +70,10 @@ def train(
                 on_cpu = find_device(config.device).type == "cpu"
                 chosen = HeadsConfig.cpu_defaults(typed.values) if on_cpu else {}
                 config = HeadsConfig(**typed.of(HeadsConfig), **chosen)
-                outcome = training.train(config, out, bars, typed.command, _note(chosen))
+                words = [f"--{name.replace('_', '-')} {value}" for name, value in chosen.items()]
+                note = "on a CPU, to end in minutes rather than days, the defaults are "
+                note = note + " ".join(words) if words else ""
+                outcome = training.train(config, out, bars, typed.command, note)
             else:
                 assert resume is not None
                 outcome = training.resume(resume, typed.values, bars, typed.command)
@@ -89,14 +92,6 @@ def train(
     bars.say(f"written: {outcome.folder / HEADS}")
     if first:
         _tell_use(outcome.config, outcome.folder / HEADS, bars)
-
-
-def _note(chosen: Values) -> str | None:
-    """What to say of defaults that were chosen for a CPU; None if there are none."""
-    words = " ".join(f"--{name.replace('_', '-')} {value!s}" for name, value in chosen.items())
-    if not words:
-        return None
-    return f"on a CPU, to end in minutes rather than days, the defaults are {words}"
 
 
 def _tell_use(config: HeadsConfig, heads: Path, bars: Bars) -> None:

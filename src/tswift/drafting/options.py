@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
-from tswift.errors import InputError, no_such
+from tswift.errors import InputError, Object, no_such
 from tswift.options import DRAFTING, Values, check_options, given_options, option
 
 FULL = "full"
@@ -160,7 +160,7 @@ class DraftOptions:
         if self.budget is not None and self.sinks is not None:
             refuse_sinks(self.sinks, self.budget)
 
-    def changed(self) -> dict[str, object]:
+    def changed(self) -> Object:
         """The fields that are not the default, by name."""
         return given_options(self)
 
@@ -303,7 +303,7 @@ def used(method: Method, options: DraftOptions) -> frozenset[str]:
     return uses
 
 
-def used_options(method: Method, options: DraftOptions) -> dict[str, object]:
+def used_options(method: Method, options: DraftOptions) -> Object:
     """The options that a method looks at, by name; of resolved ones those that have a value."""
     looked_at = used(method, options)
     return {

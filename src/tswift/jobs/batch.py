@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tswift.errors import InputError, Object, did_you_mean, notice, parse_json, read_file
+from tswift.errors import InputError, Object, did_you_mean, notice, read_file
 from tswift.files import LOCK, Lock, unwritable, write_whole
 from tswift.jobs.config import FIELDS, MAX_BYTES, RunConfig, Text, options_from
 from tswift.jobs.folder import (
@@ -28,6 +28,7 @@ from tswift.jobs.folder import (
     TOKENS,
     Record,
     RunFolder,
+    read_json,
     read_own,
     read_record,
 )
@@ -241,7 +242,7 @@ def _before(out: Path, values: Values) -> Values:
     """The defaults of a folder that an older tswift began, in which all texts are to be alike."""
     if not (out / BATCH).exists() or "defaults" in _read_batch(out):
         return {}
-    before: dict[str, object] = {"stop_at_eos": False, "skip_special_tokens": False}
+    before: Object = {"stop_at_eos": False, "skip_special_tokens": False}
     made = next((path.parent for path in sorted(out.glob(f"*/{RECORD}"))), None)
     if made is not None and "preset" not in values:
         before["sampling_from"] = read_record(made).options.get("sampling_from")
@@ -249,13 +250,8 @@ def _before(out: Path, values: Values) -> Values:
 
 
 def _read_batch(out: Path) -> Object:
-    content = read_own(out / BATCH, missing=f"{out} holds no texts of --prompts")
-    known = parse_json(content, f"{out / BATCH} is broken: it")
-    if (
-        not isinstance(known, dict)
-        or not isinstance(known.get("options"), dict)
-        or "prompts" not in known
-    ):
+    known = read_json(out / BATCH, f"{out} holds no texts of --prompts")
+    if not isinstance(known.get("options"), dict) or "prompts" not in known:
         raise InputError(f"{out / BATCH} is broken: it is no record of texts")
     return known
 

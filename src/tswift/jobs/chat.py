@@ -5,7 +5,6 @@ before holds of that is not forwarded again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats
@@ -13,6 +12,7 @@ from tswift.jobs.config import RunConfig, Text, render_chat
 from tswift.jobs.job import begin_run, with_sampling
 from tswift.loading.model import LoadedModel
 from tswift.memory import fit_length
+from tswift.options import changed
 
 
 class Chat:
@@ -49,7 +49,7 @@ class Chat:
         model = self._model
         prompt = Text("chat", said, messages=tuple(messages)).encode(model, chat=True)
         length = fit_length(self.config.text.length, len(prompt), model.target.max_positions)
-        config = replace(self.config, text=replace(self.config.text, length=length))
+        config = changed(self.config, {"length": length})
         run = begin_run(model, prompt, config, self.params, earlier=self._last)
         run.decoding.prefill()
         self.kept = run.decoding.copied

@@ -25,18 +25,15 @@ from tswift.drafting.options import (
 )
 from tswift.errors import (
     InputError,
+    Object,
     check_text,
     find_path,
     no_such,
     read_file,
     read_stream,
+    reason_of,
 )
-from tswift.models.config import (
-    DEMO,
-    DEMO_DRAFT,
-    ModelConfig,
-    refuse_shape,
-)
+from tswift.models.config import DEMO, DEMO_DRAFT, ModelConfig, refuse_shape
 from tswift.options import (
     Values,
     changed,
@@ -50,7 +47,7 @@ from tswift.options import (
     part,
 )
 from tswift.sampling.generation_config import PAPERS, SOURCES
-from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped, apply_eos_policy
+from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,17 +125,6 @@ def check_prompt(text: str, option: str, name: str = "the text") -> str:
     return text
 
 
-def first_tokens(tokens: list[int], prefill: int | None, bundled: bool) -> list[int]:
-    """The first ``prefill`` tokens of a prompt; None for all of them,
-    or for the bundled prompt's first 1,024.
-    """
-    if prefill is None:
-        return tokens[:BUNDLED_PREFILL] if bundled else tokens
-    if prefill > len(tokens):
-        raise InputError(f"asks for {prefill:,} tokens, the prompt has {len(tokens):,}", "prefill")
-    return tokens[:prefill]
-
-
 def fingerprint(tokens: list[int]) -> str:
     """SHA-256 of token ids, taken as little-endian uint32."""
     return sha256(np.asarray(tokens, dtype="<u4").tobytes()).hexdigest()
@@ -160,10 +146,9 @@ def render_chat(
             messages, tokenize=False, add_generation_prompt=True
         )
     except Exception as error:  # templates are programs, and have their own ways to refuse
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         option = "system" if any(message["role"] == "system" for message in messages) else "chat"
         raise InputError(
-            f"the chat template of {model} does not take it ({reason})", option
+            f"the chat template of {model} does not take it ({reason_of(error)})", option
         ) from None
     for message in messages:
         held = message["content"].strip() in rendered
@@ -176,13 +161,13 @@ def render_chat(
     return str(rendered)
 
 
-def options_from(given: Values, fields: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def options_from(given: Values, fields: Mapping[str, str]) -> tuple[Object, dict[str, str]]:
     """What fields of JSON ask for, by the options that ``fields`` make of them, and the field of
     each. None asks for nothing.
 
     InputError, naming the first, where two fields of an option differ.
     """
-    asked, names = dict[str, Any](), dict[str, str]()
+    asked, names = Object(), dict[str, str]()
     for field, name in fields.items():
         if (value := given.get(field)) is not None:
             first = names.setdefault(name, field)
@@ -225,7 +210,7 @@ class Text:
 _PAPER = {**OFF, "temperature": 1.0, "window": 1024}  # a filter that the paper does not name is off
 _TREE = (1, 3, 3, 3)  # tokenswift's, of table 7
 # table 10: the models that the authors published with their heads, and their sampling
-PRESETS: dict[str, dict[str, object]] = {
+PRESETS: dict[str, Object] = {
     "llama3.1-8b": {"model": "TokenSwift/TokenSwift-Llama-3.1-8B", "min_p": 0.1, "penalty": 1.2},
     "yarn-llama2-7b-128k": {
         "model": "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k",
@@ -241,7 +226,7 @@ PRESETS: dict[str, dict[str, object]] = {
 _NEVER_DRAWN = {"llama3.1-8b": {18_328: " assistant", 78_191: "assistant"}}
 
 
-def preset_options(name: str, method: str, typed: Values) -> dict[str, object]:
+def preset_options(name: str, method: str, typed: Values) -> Object:
     """A preset's model, sampling and drafting options by name;
     of the last those that the method uses.
 
@@ -345,6 +330,26 @@ class TextConfig:
     def source(self) -> str:
         """For records: where the prompt comes from."""
         return "bundled" if self.bundled else self.prompt or "prompt_text"
+
+    @property
+    def least(self) -> int:
+        """Tokens of the prompt, as far as is known without it."""
+        return self.prefill or (BUNDLED_PREFILL if self.bundled else 1)
+
+    @property
+    def larger(self) -> str:
+        """The option that asks for most tokens."""
+        return "prefill" if (self.prefill or 0) > self.length else "length"
+
+    def first(self, tokens: list[int]) -> list[int]:
+        """Of a prompt's tokens those that are used: all, if nothing is said, but the first 1,024 of
+        the bundled one.
+        """
+        if (self.prefill or 0) > len(tokens):
+            raise InputError(
+                f"asks for {self.prefill:,} tokens, the prompt has {len(tokens):,}", "prefill"
+            )
+        return tokens[: self.least] if self.prefill or self.bundled else tokens
 
     def read(self, model: str) -> str:
         """The prompt's text; only the bundled model has one of its own."""
@@ -525,7 +530,7 @@ class RunConfig:
         config = changed(cls(least_loop=least_loop), of_json(recorded))
         return replace(config, drafting=RecordedOptions(**vars(config.drafting)))
 
-    def recorded(self) -> dict[str, object]:
+    def recorded(self) -> Object:
         """What ``run.json`` keeps as the run's options:
         of sampling and drafting those that were given.
         """
@@ -534,9 +539,11 @@ class RunConfig:
             name: given_options(getattr(self, name), self.given)
             for name in ("sampling", "drafting")
         }
-        own["stop_at_eos"] = self.ends_at_eos
-        own["sampling_from"] = self.sampling_from or PAPERS
-        own["least_loop"] = self.least_loop
+        own |= {
+            "stop_at_eos": self.ends_at_eos,
+            "sampling_from": self.sampling_from or PAPERS,
+            "least_loop": self.least_loop,
+        }
         return {**asdict(self.model), **asdict(self.text), **own, **given}
 
     def read(self) -> tuple[str, str | None]:
@@ -552,21 +559,17 @@ class RunConfig:
         usual = self.chat and not self.ignore_eos
         return usual if self.stop_at_eos is None else self.stop_at_eos
 
-    def text_rules(self, params: SamplingParams, eos_ids: Sequence[int] = ()) -> TextRules:
-        """What ends the text, and what is shown of it: by the sampling parameters, and the model's
-        end-of-text tokens.
-        """
-        _, ends = apply_eos_policy(params, eos_ids, self.ends_at_eos, self.ignore_eos)
+    @property
+    def text_rules(self) -> TextRules:
+        """What ends the text, but for tokens, and what is shown of it."""
         include = self.include_stop_str_in_output
         return TextRules(
             self.stop,
             self.stop_on_loop,
             self.least_loop,
-            frozenset(ends),
-            self.skip_special_tokens,
-            bool(include),
-            not self.skip_special_tokens if include is None else include,
-            params.min_tokens,
+            skip_special=self.skip_special_tokens,
+            include_stop=bool(include),
+            include_end=not self.skip_special_tokens if include is None else include,
         )
 
     def sampling_with(self, usual: SamplingParams) -> SamplingParams:

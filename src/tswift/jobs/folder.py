@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -54,8 +54,8 @@ from tswift.files import (
     write_whole,
 )
 from tswift.jobs.config import RunConfig, fingerprint
-from tswift.options import of_json
-from tswift.sampling.parameters import SamplingParams
+from tswift.options import Values, of_json
+from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ _TOKENS = 512
 _MAX_BYTES = 1 << 30  # of a file: tokens take four
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))  # of what checksums are taken
 
-Counters = Mapping[str, Any]
+Counters = Values
 
 
 class SaveFailed(DecodeError):
@@ -454,7 +454,9 @@ class RunRecord:
     @property
     def rules(self) -> TextRules:
         """What ends its text, and what is shown of it."""
-        return self.config.text_rules(self.params, self.eos_ids)
+        config = self.config
+        _, ends = apply_eos_policy(self.params, self.eos_ids, config.ends_at_eos, config.ignore_eos)
+        return replace(config.text_rules, ends=frozenset(ends), least=self.params.min_tokens)
 
     def text_fault(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """What is wrong with its ``text.txt``, which is to be the text of its tokens;
@@ -535,9 +537,8 @@ def read_record(path: Path) -> Record:
         missing = "it was stopped while the model was loading; --out begins it anew"
     elif held := sorted(path.glob(f"*/{RECORD}")):
         missing = f"folders in it do, such as {held[0].parent}"
-    content = read_own(path / RECORD, missing=f"{path} holds no run: {missing}")
-    record = parse_json(content, f"{path / RECORD} is broken: it")
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    record = read_json(path / RECORD, f"{path} holds no run: {missing}")
+    if record.get("schema") != SCHEMA:
         raise InputError(
             f"{path / RECORD} is not of schema {SCHEMA}, which is all this version reads"
         )
@@ -619,6 +620,15 @@ def read_own(
     and :func:`tswift.errors.read_file`.
     """
     return read_file(path, most, option, missing, lambda path: open_own(path, option=option))
+
+
+def read_json(path: Path, missing: str | None = None, option: str | None = None) -> Object:
+    """The object of JSON in a file in a folder of tswift's; see :func:`read_own`."""
+    content = read_own(path, MAX_RECORD, missing, option)
+    found = parse_json(content, f"{path} is broken: it", option)
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is broken: it is no object", option)
+    return found
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, name: str, option: str | None = None) -> None:

@@ -32,15 +32,7 @@ from tswift.drafting.options import (
 from tswift.engine import Generation, Request, begin
 from tswift.errors import DecodeError, Object
 from tswift.forward.text import OnProgress
-from tswift.jobs.config import (
-    BUNDLED_PREFILL,
-    RunConfig,
-    Text,
-    banned_ids,
-    fingerprint,
-    first_tokens,
-    preset_note,
-)
+from tswift.jobs.config import RunConfig, Text, banned_ids, fingerprint, preset_note
 from tswift.jobs.folder import (
     FAILED,
     FINISHED,
@@ -57,6 +49,7 @@ from tswift.machine import environment, gigabytes, now, peak_bytes, ran_out
 from tswift.memory import Demand, fit_length, preflight
 from tswift.models.config import ModelConfig
 from tswift.models.hashes import config_hash, weights_hash
+from tswift.options import changed
 from tswift.sampling.generation_config import PAPERS, SOURCES, params_of, usual_source
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import row_type
@@ -375,11 +368,10 @@ def start(
     drafting = config.drafting
     text, system = said or (config.read() if ids is None else ("", None))
     if loaded is None:
-        least = config.text.prefill or (BUNDLED_PREFILL if config.text.bundled else 1)
-        larger = "prefill" if least > config.text.length and config.text.prefill else "length"
-        demand = Demand(least, config.text.length, config.method, config.drafting, flexible)
+        demand = Demand(config.text.least, asked, config.method, drafting, flexible)
         plan = plan_model(wanted)
-        drafting = preflight(plan, demand, option=larger, params=config.sampling).options
+        need = preflight(plan, demand, option=config.text.larger, params=config.sampling)
+        drafting = need.options
     folder = RunFolder.create(
         config.out or default_path(config.method), config.logprobs is not None
     )
@@ -393,21 +385,25 @@ def start(
         prompt = list(ids or ())
         if ids is None:
             encoded = Text(config.text.source, text).encode(model, config.chat, system)
-            prompt = first_tokens(encoded, config.text.prefill, bundled=config.text.bundled)
+            prompt = config.text.first(encoded)
         if flexible:
-            length = fit_length(config.text.length, len(prompt), model.target.max_positions)
-            config = replace(config, text=replace(config.text, length=length))
+            length = fit_length(asked, len(prompt), model.target.max_positions)
+            config = changed(config, {"length": length})
         generation = begin_run(model, prompt, config, params, drafting=drafting)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
         raise
+    identity = identity_of(model)
+    for name, used in (("draft", wanted.draft_model), ("drafter", wanted.drafter)):
+        if used is None:  # it was loaded for other methods
+            identity.pop(name, None)
     about = Record(
         command=list(command),
         options=config.recorded(),
         sampling=asdict(generation.params),
         drafting=used_options(find_method(config.method), generation.options),
-        model=_used_identity(model, wanted),
+        model=identity,
         prompt={"source": config.text.source, "tokens": len(prompt), "sha256": fingerprint(prompt)},
         started=now(),
         environment=environment(model.target.device),
@@ -458,14 +454,14 @@ def begin_run(
         stop_at_eos=config.ends_at_eos,
         ignore_eos=config.ignore_eos,
         written=written,
-        rules=config.text_rules(params),
+        rules=config.text_rules,
         texts=True,
         logprobs=config.logprobs,
     )
     return begin(model, request, earlier=earlier)
 
 
-def identity_of(model: LoadedModel) -> dict[str, object]:
+def identity_of(model: LoadedModel) -> Object:
     """What was loaded and how, down to every bit of its weights."""
     identity = {
         **model.about(),
@@ -475,15 +471,6 @@ def identity_of(model: LoadedModel) -> dict[str, object]:
     }
     if model.draft is not None:
         identity["draft"] = {"name": model.draft_name, "weights": weights_hash(model.draft.model)}
-    return identity
-
-
-def _used_identity(model: LoadedModel, wanted: ModelConfig) -> dict[str, object]:
-    """What of a model has a part in a run: not what was loaded for other methods."""
-    identity = identity_of(model)
-    for name, asked in (("draft", wanted.draft_model), ("drafter", wanted.drafter)):
-        if asked is None:
-            identity.pop(name, None)
     return identity
 
 

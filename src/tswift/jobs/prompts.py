@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tswift.errors import InputError, Object, check_text, parse_object, read_file
+from tswift.errors import InputError, Object, check_text, parse_object, read_file, reason_of
 from tswift.jobs.config import MAX_BYTES, Text, check_prompt
 from tswift.options import Values
 
@@ -114,7 +114,7 @@ def read_lines(path: Path, option: str) -> Iterator[Line]:
             yield _line(number, line, f"line {number} of {path.name}")
 
 
-def _lower(fields: Values) -> dict[str, object]:
+def _lower(fields: Values) -> Object:
     return {name.lower(): value for name, value in fields.items()}
 
 
@@ -131,7 +131,5 @@ def _rows(path: Path, option: str) -> list[Object]:
     try:
         rows: list[Object] = parquet.read_table(path).to_pylist()
     except Exception as error:  # pyarrow has errors of its own
-        raise InputError(
-            f"{path} cannot be read ({str(error).splitlines()[0][:120]})", option
-        ) from None
+        raise InputError(f"{path} cannot be read ({reason_of(error)})", option) from None
     return rows

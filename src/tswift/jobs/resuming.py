@@ -197,10 +197,27 @@ def load_exact_or_not(config: ModelConfig, typed: bool) -> LoadedModel:
         return load_model(replace(config, exact=False))
 
 
-def refuse_other_products(run: RunRecord, model: LoadedModel) -> None:
-    """Refuse a model of codes that are multiplied in another way than when the run was made:
-    texts go on otherwise.
+def refuse_other_model(run: RunRecord, model: LoadedModel, hashes: Values) -> None:
+    """Refuse a model that did not make the run, as far as some hashes of it tell."""
+    for what, found in hashes.items():
+        if found != run.record.model.get(what):
+            raise InputError(
+                f"{model.name} is not the model that {run.path} was made with: {what} differ",
+                "model",
+            )
+
+
+def refuse_other_text(run: RunRecord, model: LoadedModel) -> None:
+    """Refuse a model with another tokenizer than the run was made with, where its record has one,
+    or with codes that are multiplied in another way: texts go on otherwise.
     """
+    if run.record.model.get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash:
+        then = run.record.environment.get("transformers")
+        now = environment(model.target.device)["transformers"]
+        versions = "" if then == now else f" (transformers {then} then, {now} now)"
+        raise InputError(
+            f"{model.name} has another tokenizer than {run.path} was made with{versions}", "model"
+        )
     own = model.about().get("products")
     then = run.record.model.get("products", INTEGERS)
     if own is not None and own != then:
@@ -211,30 +228,12 @@ def refuse_other_products(run: RunRecord, model: LoadedModel) -> None:
         )
 
 
-def refuse_other_tokenizer(run: RunRecord, model: LoadedModel) -> None:
-    """Refuse a tokenizer that is not the one the run was made with, where its record has one."""
-    if run.record.model.get("tokenizer", model.tokenizer_hash) != model.tokenizer_hash:
-        then = run.record.environment.get("transformers")
-        now = environment(model.target.device)["transformers"]
-        versions = "" if then == now else f" (transformers {then} then, {now} now)"
-        raise InputError(
-            f"{model.name} has another tokenizer than {run.path} was made with{versions}", "model"
-        )
-
-
 def _refuse_other_model(run: RunRecord, config: RunConfig, model: LoadedModel) -> Object:
     """Refuse a model that is not the one the run was made with; returns what it is."""
     identity = identity_of(model)
-    known = run.record.model
-    for what in ("weights", "config", "heads"):
-        if identity[what] != known.get(what):
-            message = (
-                f"{model.name} is not the model that {run.path} was made with: "
-                f"{what.replace('_', ' ')} differ"
-            )
-            raise InputError(message, "model")
-    refuse_other_tokenizer(run, model)
-    refuse_other_products(run, model)
+    hashes = {name: identity[name] for name in ("weights", "config", "heads")}
+    refuse_other_model(run, model, hashes)
+    refuse_other_text(run, model)
     own = identity.get("kv_dtype", identity["dtype"])
     if own != config.model.kv_dtype:
         raise InputError(

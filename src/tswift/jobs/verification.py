@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tswift.decoding.audit import Audit, audit
 from tswift.drafting.options import DraftOptions
-from tswift.errors import InputError
+from tswift.errors import InputError, Object
 from tswift.forward.text import OnProgress
-from tswift.jobs.config import AuditConfig, first_tokens
+from tswift.jobs.config import AuditConfig
 from tswift.jobs.folder import TOKENS, RunRecord, check_ids, read_tokens
-from tswift.jobs.resuming import load_exact_or_not, refuse_other_products, refuse_other_tokenizer
+from tswift.jobs.resuming import load_exact_or_not, refuse_other_model, refuse_other_text
 from tswift.loading.model import LoadedModel, load_model
 from tswift.memory import Demand, check
 from tswift.models.codes import holds_codes
@@ -21,9 +20,6 @@ from tswift.models.devices import find_device
 from tswift.models.hashes import config_hash
 from tswift.options import Values, changed, given_options
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class AuditInput:
             self.model.target, self.prompt, self.tokens, self.params, self.seed, on_progress
         )
 
-    def report(self, audit: Audit) -> dict[str, object]:
+    def report(self, audit: Audit) -> Object:
         """Everything about an audit, ready for JSON."""
         about = {"source": str(self.source), "seed": self.seed, "prompt_tokens": len(self.prompt)}
         about |= {
@@ -96,12 +92,7 @@ def _refuse_other_model(run: RunRecord, model: LoadedModel) -> None:
         about["quantization"] is None or holds_codes(model.target.model)
     ):
         hashes["weights"] = model.weights_hash
-    for what, found in hashes.items():
-        if found != known.get(what):
-            raise InputError(
-                f"{model.name} is not the model that {run.path} was made with: {what} differ",
-                "model",
-            )
+    refuse_other_model(run, model, hashes)
 
 
 def _kv_dtype(config: ModelConfig, asked: Values) -> str:
@@ -123,8 +114,7 @@ def with_model(run: RunRecord, model: LoadedModel) -> AuditInput:
     Raises:
         InputError: it has another tokenizer.
     """
-    refuse_other_tokenizer(run, model)
-    refuse_other_products(run, model)
+    refuse_other_text(run, model)
     note = None
     if run.config.model.exact and (model.exact is None or model.exact != run.bits):
         note = (
@@ -149,7 +139,7 @@ def text_input(path: Path, tokens: list[int], config: AuditConfig, text: str) ->
     unless ``exact`` is set.
     """
     loaded = load_model(replace(config.model, exact=bool(config.model.exact)))
-    prompt = first_tokens(loaded.encode(text), config.text.prefill, bundled=config.text.bundled)
+    prompt = config.text.first(loaded.encode(text))
     params, _ = apply_eos_policy(config.sampling, loaded.eos_ids, config.stop_at_eos)
     kv_dtype = loaded.about().get("kv_dtype")
     note = None

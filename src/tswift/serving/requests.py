@@ -215,7 +215,7 @@ def _said(messages: Sequence[_Message]) -> tuple[dict[str, str], ...]:
     )
 
 
-def _served(body: Mapping[str, object], known: Sequence[str]) -> dict[str, object]:
+def _served(body: Values, known: Sequence[str]) -> Object:
     """The fields that ask for something, all of them known and served."""
     for name, value in body.items():
         nothing = None if name in known else _NOT_SERVED.get(name)

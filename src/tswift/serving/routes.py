@@ -59,7 +59,7 @@ _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def _error_body(error: Refused) -> dict[str, object]:
+def _error_body(error: Refused) -> Object:
     """An error in OpenAI's format."""
     kind = _TYPES.get(
         error.status, "invalid_request_error" if error.status < 500 else "server_error"
@@ -229,7 +229,7 @@ class Api:
         for run in runs:
             self._service.cancel(run)
 
-    def _choice(self, index: int, run: ApiRun) -> dict[str, object]:
+    def _choice(self, index: int, run: ApiRun) -> Object:
         tokenizer = self._model.tokenizer
         text = run.echo(tokenizer) + run.text.decode(errors="replace")
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -307,7 +307,7 @@ class Api:
             tokens = max(tokens, run.stats.tokens)  # those that end a text are no part of it
             yield event(None, run.finish_reason)
 
-    def _head(self, run: ApiRun, part: str = "") -> dict[str, object]:
+    def _head(self, run: ApiRun, part: str = "") -> Object:
         kind = f"chat.completion{part}" if run.wants("chat") else "text_completion"
         return {
             "id": run.id,
@@ -460,11 +460,11 @@ def _failure(run: ApiRun) -> Refused:
     return Refused(status, f"{reason}; {where}", code=f"run_{run.state}".replace(" ", "_"))
 
 
-def _figures(run: ApiRun) -> dict[str, object]:
+def _figures(run: ApiRun) -> Object:
     return {"figures": run.figures()} if run.wants("figures") else {}
 
 
-def _usage(runs: Sequence[ApiRun]) -> dict[str, object]:
+def _usage(runs: Sequence[ApiRun]) -> Object:
     """Tokens as OpenAI counts them, of runs with the same prompt; predicted ones are those that
     were drafted.
     """

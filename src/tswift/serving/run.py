@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
+from tswift.errors import Object
 from tswift.files import write_whole
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, LOGPROBS, REQUEST, RUNNING, read_own
@@ -96,7 +97,7 @@ class ApiRun:
         self.tokens.append(tokens)
         self.ends.append(len(self.text))
 
-    def brief(self) -> dict[str, object]:
+    def brief(self) -> Object:
         """What a list says of it."""
         return {
             "id": self.id,

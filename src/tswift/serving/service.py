@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
 from tswift.drafting.options import find_method
-from tswift.errors import MAX_RECORD, DecodeError, InputError, Object, parse_json
+from tswift.errors import DecodeError, InputError, Object
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.folder import (
     BROKEN,
@@ -36,6 +36,7 @@ from tswift.jobs.folder import (
     create_folder,
     default_path,
     inspect_run,
+    read_json,
     read_own,
     read_run,
     read_saved,
@@ -104,7 +105,7 @@ class Service:
 
     # --- what clients ask for
 
-    def accept(self, body: Mapping[str, object], chat: bool) -> list[ApiRun]:
+    def accept(self, body: Values, chat: bool) -> list[ApiRun]:
         """Queue a request: a run for each of its texts."""
         request = parse(body, chat, self._typed, self.model_id)
         if request.count > self._config.queue + 1:
@@ -121,7 +122,7 @@ class Service:
             raise
         return runs
 
-    def accept_one(self, body: Mapping[str, object], chat: bool) -> ApiRun:
+    def accept_one(self, body: Values, chat: bool) -> ApiRun:
         """Queue a request for one text."""
         request = parse(body, chat, self._typed, self.model_id)
         self._refuse_full()
@@ -162,7 +163,7 @@ class Service:
                 reason = f": {error}"
         raise Refused(404, f"there is no run {name!r:.80}{reason}", "id", "run_not_found")
 
-    def newest(self, most: int) -> list[dict[str, object]]:
+    def newest(self, most: int) -> list[Object]:
         """What a list says of the newest runs."""
         return [self._listed(path) for path in self._paths()[: -most - 1 : -1]]
 
@@ -175,7 +176,7 @@ class Service:
             if any(os.path.lexists(path / name) for name in (RECORD, REQUEST))
         )
 
-    def _listed(self, path: Path) -> dict[str, object]:
+    def _listed(self, path: Path) -> Object:
         try:
             return (self._runs.get(path.name) or self._read(path, whole=False)).brief()
         except InputError:
@@ -399,7 +400,7 @@ class Service:
         file = path / REQUEST
         if not file.exists():
             return None
-        content = parse_json(read_own(file, MAX_RECORD), file)
+        content = read_json(file)
         try:
             typed = {**self._typed_model, **of_json(content["typed"])}
             request = parse(content["body"], content["chat"], typed, content["model"])

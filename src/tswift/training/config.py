@@ -5,14 +5,13 @@ The command line is made from the fields; nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tswift.errors import InputError, find_path
+from tswift.errors import InputError, Object, find_path
 from tswift.models.config import DEMO, HEAD_KINDS, parse_dtype_name, refuse_shape
 from tswift.options import Values, check_options, option, options_of, refuse_changes
 
@@ -117,7 +116,7 @@ class HeadsConfig:
         False, "Put the heads where --model finds them, in the cache folder.", shown=""
     )
 
-    ON_CPU: ClassVar[Mapping[str, object]] = {
+    ON_CPU: ClassVar[Values] = {
         "seq_len": 1024,
         "batch": 2,
         "accumulate": 1,
@@ -135,7 +134,7 @@ class HeadsConfig:
         refuse_shape(self.model)
 
     @classmethod
-    def cpu_defaults(cls, values: Values) -> dict[str, Any]:
+    def cpu_defaults(cls, values: Values) -> Object:
         """Defaults of what is not among some values on a CPU,
         which would take days for the paper's.
         """

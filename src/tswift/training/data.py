@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tswift.errors import InputError
+from tswift.errors import InputError, Object, reason_of
 from tswift.models.checkpoint import hub
 from tswift.training.config import HeadsConfig, corpus_files
 
@@ -35,7 +35,7 @@ def open_corpus(corpus: str) -> Dataset:
 
     files = corpus_files(corpus)
     reader = corpus
-    options = dict[str, object]()
+    options = Object()
     if files:
         reader = "parquet"
         options = {"data_files": files}
@@ -46,9 +46,7 @@ def open_corpus(corpus: str) -> Dataset:
         try:
             rows = datasets.load_dataset(reader, split="train", **options)
         except Exception as error:  # the hub client and the readers fail in many ways
-            reason = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[
-                0
-            ][:200]
+            reason = reason_of(error.__cause__ or error)
             problem = (
                 "cannot be read" if files else "is no folder and cannot be loaded from the hub"
             )
@@ -83,7 +81,7 @@ class Documents:
     duplicates: int  # long documents left out because their text is there already
     prefix: tuple[int, ...]  # tokens that the model expects before any text
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> Object:
         """Counts and a hash of the documents, for ``train.json``."""
         digests = list(self.rows["digest"])
         kept = sorted(digests[int(i)] for i in (*self.train, *self.held_out))

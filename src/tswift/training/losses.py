@@ -113,7 +113,8 @@ class HeadsLoss(nn.Module):
         for start, i in product(range(0, used, width), range(heads.count)):
             end = min(start + width, used)
             part = states[i, :, start:end].detach().requires_grad_(torch.is_grad_enabled())
-            logits = _float32(self._logits(part)).flatten(0, 1)
+            logits = self._logits(part).flatten(0, 1)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             goal = slice(start + i + after, end + i + after)
             loss = _cross_entropy(
                 logits, likeliest[:, goal].flatten(0, 1), shares[:, goal].flatten(0, 1)
@@ -126,11 +127,6 @@ class HeadsLoss(nn.Module):
             )
         along = (states * slopes).sum((1, 2, 3))
         return Metrics(losses + (along - along.detach()), hits, rows * used)
-
-
-def _float32(logits: Tensor) -> Tensor:
-    """Logits in float32, or in float64 as they are."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _cross_entropy(logits: Tensor, places: Tensor, shares: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from tswift.errors import DecodeError, InputError
+from tswift.errors import DecodeError, InputError, reason_of
 
 _TIMEOUT = timedelta(hours=12)  # one process tokenises and evaluates while the others wait
 _CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def _join(device: str) -> Dist:
         )
         return Dist(rank, count, own, dist.new_group(backend="gloo", timeout=_TIMEOUT))
     except (RuntimeError, ValueError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = reason_of(error)
         raise Gone(f"the {count} ranks cannot connect to each other ({reason})") from None
 
 

@@ -19,9 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tswift.errors import MAX_RECORD, DecodeError, InputError, Object
+from tswift.errors import DecodeError, InputError, Object, reason_of
 from tswift.files import NEW, Lock, lock_folder, open_own, status_of_regular_file, write_whole
-from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, create_folder, default_path, read_own
+from tswift.jobs.folder import (
+    FINISHED,
+    INTERRUPTED,
+    RUNNING,
+    create_folder,
+    default_path,
+    read_json,
+    read_own,
+)
 from tswift.jobs.job import Signals, Stopped
 from tswift.loading.model import load
 from tswift.machine import environment, now, ran_out
@@ -69,7 +77,7 @@ def train(
     out: Path | None = None,
     progress: Reporter | None = None,
     command: Sequence[str] = (),
-    note: str | None = None,
+    note: str = "",
 ) -> Outcome:
     """Train heads; under torchrun every process calls this.
 
@@ -89,7 +97,7 @@ def train(
         progress = progress if progress and ranks.first else Reporter()
         with folder.created() if ranks.first else nullcontext():
             training = _Training(config.resolved(), folder, ranks, progress, {}, command)
-        if note is not None:
+        if note:
             progress.say(note)
         outcome = training.run()
         # the gradients' reducer hangs if it is freed after the process group is closed
@@ -206,7 +214,7 @@ class _Training:
             progress.say(f"goes on after step {self._step:,}")
         self._record = {"started": now(), **record, **facts}
 
-    def _restore(self, record: Mapping[str, object], facts: Mapping[str, object]) -> None:
+    def _restore(self, record: Values, facts: Values) -> None:
         """Load the last checkpoint, if all is as it was."""
         for name, (field, words) in _UNCHANGED.items():
             if record.get(name) != facts[name]:
@@ -424,18 +432,13 @@ class TrainFolder:
         """The contents of ``train.json``."""
         path = self.path / RECORD
         missing = f"{self.path} holds no training: there is no {RECORD} in it"
-        content = read_own(path, MAX_RECORD, missing, _FIELD)
-        try:
-            record = dict(json.loads(content))
-            kind = record["kind"]
-            schema = record["schema"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise InputError(f"{path} is damaged", _FIELD) from None
+        record = read_json(path, missing, _FIELD)
+        kind, schema = map(record.get, ("kind", "schema"))
         if (kind, schema) != (_KIND, _SCHEMA):
             raise InputError(f"{path} is of kind {kind}, schema {schema}", _FIELD)
         return record
 
-    def write_record(self, record: Mapping[str, object]) -> None:
+    def write_record(self, record: Values) -> None:
         """Write ``train.json``."""
         text = json.dumps(
             {"schema": _SCHEMA, "kind": _KIND, **record}, indent=2, ensure_ascii=False
@@ -489,7 +492,7 @@ class TrainFolder:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return tensors, int(about["step"]), float(about["seconds"])
         except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-            raise InputError(f"{path} is damaged ({str(error).splitlines()[0]})", _FIELD) from None
+            raise InputError(f"{path} is damaged ({reason_of(error)})", _FIELD) from None
 
     def log(self, line: Values) -> None:
         """Append a line to ``metrics.jsonl``."""
