@@ -54,9 +54,9 @@ class Option:
     most: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()  # the values that a name may have
-    off: Any = None  # the value with which a filter does nothing
+    off: object = None  # the value with which a filter does nothing
     # of what was typed, where it is more than a number, a name or a flag
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[str], object] | None = None
     flag: str | None = None  # its name on the command line, where that is not the field's
     metavar: str | None = None  # what ``--help`` calls its value
     repeat: bool = False  # it may be given several times; what is parsed is joined by commas
@@ -109,7 +109,7 @@ def given_options(options: object, names: Collection[str] = ()) -> Object:
     }
 
 
-def options_of(kind: Any) -> Iterator[tuple[Field[Any], Option]]:
+def options_of(kind: Any) -> Iterator[tuple[Field[object], Option]]:
     """The fields of a dataclass that are options, in order."""
     for each in fields(kind):
         if _KEY in each.metadata:
@@ -131,27 +131,27 @@ def _hints(kind: Hashable) -> Object:
     return get_type_hints(kind, include_extras=True)
 
 
-def type_of(kind: Any, name: str) -> Any:
+def type_of(kind: Hashable, name: str) -> object:
     """The type of a field without ``None``; several as a tuple."""
     return _plain(_hints(kind)[name])
 
 
-def _plain(hint: Any) -> Any:
+def _plain(hint: object) -> object:
     several = get_origin(hint) in (Union, UnionType)
     plain = [part for part in (get_args(hint) if several else (hint,)) if part is not NoneType]
     return plain[0] if len(plain) == 1 else tuple(plain)
 
 
-def check_options(options: Any) -> None:
+def check_options(options: object) -> None:
     """Check the type, range and choices of every option of a dataclass;
     InputError names the first wrong one.
     """
     for each, carried in options_of(options):
-        kind: Any = type(options)
-        checked(_hints(kind)[each.name], getattr(options, each.name), each.name, carried)
+        hint = _hints(type(options))[each.name]
+        checked(hint, getattr(options, each.name), each.name, carried)
 
 
-def checked(hint: Any, value: Any, place: str, carried: Option = _ANY) -> Any:
+def checked(hint: object, value: Any, place: str, carried: Option = _ANY) -> Any:
     """A value, as JSON has it, as a field of this type has it:
     an object as a dataclass, some lists as tuples.
 
@@ -201,7 +201,7 @@ def checked(hint: Any, value: Any, place: str, carried: Option = _ANY) -> Any:
     return value
 
 
-def _made(kind: Any, content: Any, place: str) -> Any:
+def _made(kind: Any, content: object, place: str) -> Any:
     """A dataclass of what JSON has of it; its ``gather`` says what of that goes where."""
     if not isinstance(content, Mapping):
         raise InputError(f"must be an object, got {content!r:.60}", place)
@@ -223,7 +223,7 @@ def _made(kind: Any, content: Any, place: str) -> Any:
         raise InputError(str(error), place) from None
 
 
-def _fault(value: Any, expected: Any, carried: Option) -> str | None:
+def _fault(value: Any, expected: object, carried: Option) -> str | None:
     """What a value must be; None if it is right."""
     number = not isinstance(value, bool) and isinstance(
         value, Integral if expected is int else Real

@@ -363,8 +363,8 @@ def test_what_is_no_measurement(tmp_path, content, message):
 
 
 def test_what_cannot_be_read(tmp_path):
-    with refused(r"^from: there is no file .*absent.json"):
-        load_measurement(tmp_path / "absent.json", "from")
+    with refused(r"^against: there is no file .*absent.json"):
+        load_measurement(tmp_path / "absent.json")
 
 
 RECORDS = sorted(

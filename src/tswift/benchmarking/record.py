@@ -435,8 +435,9 @@ def parse(content: object, path: Path, option: str, *kinds: str) -> Record:
     return record
 
 
-def load_measurement(path: Path, option: str = "against") -> Measurement:
-    """Read a complete ``bench.json``, which ``option`` named."""
+def load_measurement(path: Path) -> Measurement:
+    """Read a complete ``bench.json`` to hold another one against."""
+    option = "against"
     measurement = read(path, option, "bench")
     assert isinstance(measurement, Measurement)
     if measurement.state != "finished":  # what it has not reached would never be missed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -78,64 +78,51 @@ def write_report(
     return [folder / name for name in contents]
 
 
-Lead = list["str | int | None"]  # of a line in a CSV
-
-
 def csv_text(record: Record) -> str:
     """A line per method, prefill and length of a bench, or per row of a suite, measured ones first.
 
     Of each figure n, mean and standard deviation; empty where unknown.
     """
-    columns, lines = (
-        _suite_lines(record) if isinstance(record, SuiteRecord) else _bench_lines(record)
-    )
-    names = summary.from_source(summary.STATS, summary.TIMES)
-    if any(one.workload.stop_at_eos for one in record.parts.values()):
-        names = [*summary.from_source(summary.ENDS), *names]
     if isinstance(record, SuiteRecord):
-        names = list(dict.fromkeys(name for _, figures in lines for name in figures))
+        suite = suites.find_suite(record.suite)
+        rows = [*suites.measured_rows(suite, record.groups), *published_rows(suite)]
+        columns = ["suite", "axis", "source", "prefill", "length"]
+        leads = [[suite.name, row.axis, row.source, row.prefill, row.length] for row in rows]
+        names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    else:
+        rows = summarise(record)
+        kinds = any(row.kind for row in rows)
+        columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs"]
+        columns += ["varies", *["workload"] * kinds]
+        leads = [
+            [
+                record.workload.model,
+                f"{row.axis} (simulated)" if record.simulated else row.axis,
+                row.prefill,
+                row.length,
+                str(record.simulated).lower(),
+                str(row.estimated).lower(),
+                row.runs,
+                " ".join(row.varies),
+                *[row.kind] * kinds,
+            ]
+            for row in rows
+        ]
+        ends = summary.from_source(summary.ENDS) if record.workload.stop_at_eos else []
+        names = [*ends, *summary.from_source(summary.STATS, summary.TIMES)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         [*columns, *(f"{name}_{part}" for name in names for part in ("n", "mean", "std"))]
     )
-    for lead, figures in lines:
+    for lead, row in zip(leads, rows, strict=True):
         values = [
             value
             for name in names
-            for value in asdict(figures.get(name, Figure(0, None, None))).values()
+            for value in asdict(row.figures.get(name, Figure(0, None, None))).values()
         ]
         writer.writerow([*lead, *("" if value is None else f"{value:.9g}" for value in values)])
     return text.getvalue()
-
-
-def _suite_lines(record: SuiteRecord) -> tuple[list[str], list[tuple[Lead, Mapping[str, Figure]]]]:
-    suite = suites.find_suite(record.suite)
-    rows = [*suites.measured_rows(suite, record.groups), *published_rows(suite)]
-    lines = [
-        ([suite.name, row.axis, row.source, row.prefill, row.length], row.figures) for row in rows
-    ]
-    return ["suite", "axis", "source", "prefill", "length"], lines
-
-
-def _bench_lines(record: Measurement) -> tuple[list[str], list[tuple[Lead, Mapping[str, Figure]]]]:
-    cells = summarise(record)
-    kinds = any(cell.kind for cell in cells)
-    lines = []
-    for cell in cells:
-        lead = [
-            record.workload.model,
-            f"{cell.axis} (simulated)" if record.simulated else cell.axis,
-            cell.prefill,
-            cell.length,
-            str(record.simulated).lower(),
-            str(cell.estimated).lower(),
-            cell.runs,
-            " ".join(cell.varies),
-        ]
-        lines.append(([*lead, *[cell.kind] * kinds], cell.figures))
-    columns = ["model", "method", "prefill", "length", "simulated", "estimated", "runs", "varies"]
-    return [*columns, *["workload"] * kinds], lines
 
 
 def markdown(record: Record, paper: bool = False) -> str:

@@ -128,13 +128,12 @@ class BenchRequest:
     def begin(self, texts: Sequence[Text], command: Sequence[str], folder: Path) -> Begun:
         """Load the model, and begin the record; cells that were finished before are in it."""
         if self.earlier and self.measured:
-            self.earlier.options = absolute_paths(self.given)
-            return Begun(self.earlier)
-        begun = (
-            self._begin_suite(texts, command) if self.suite else self._begin_bench(texts, command)
-        )
+            begun = Begun(self.earlier)
+        else:
+            begin = self._begin_suite if self.suite else self._begin_bench
+            begun = begin(texts, command)
         begun.record.options = absolute_paths(self.given)
-        if self.earlier:
+        if self.earlier and begun.measure:
             resume.continue_from(begun.record, self.earlier, folder)
         return begun
 

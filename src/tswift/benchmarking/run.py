@@ -56,6 +56,7 @@ from tswift.sampling.parameters import SamplingParams
 
 _IMPLIED = ("tokenswift", "kv", "dynamic")  # left out of workloads, whose hashes it would change
 _WARM_PROMPT = 64  # tokens of the prompt that methods are warmed up on
+_SLICES = 50  # of a text
 _PROBE_STEPS = 8  # timed ones
 _SLACK = 1e-9  # of a product that should be whole and is a last bit less
 
@@ -202,11 +203,9 @@ def open_runs(
     return runs
 
 
-def slice_goals(length: int, stops: Sequence[int] = (), slices: int = 50) -> list[int]:
-    """Where slices end: about ``slices`` equal parts of ``length``,
-    and at every one of ``stops``.
-    """
-    even = {length * part // slices for part in range(1, slices + 1)}
+def slice_goals(length: int, stops: Sequence[int]) -> list[int]:
+    """Where slices end: about 50 equal parts of ``length``, and at every one of ``stops``."""
+    even = {length * part // _SLICES for part in range(1, _SLICES + 1)}
     return sorted({goal for goal in (*even, *stops) if 0 < goal <= length})
 
 

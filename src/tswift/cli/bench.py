@@ -80,6 +80,13 @@ def compare(
         raise typer.Exit(INTERRUPTED)
 
 
+def _show(bars: Bars, run: BenchRun, length: int, more: str = "") -> None:
+    """Show how far a run has come, and how fast."""
+    tokens = run.stats.tokens
+    figures = f"{run.stats.tokens_per_second:,.1f} tokens/s{more}"
+    bars.update(run.label, tokens, tokens if run.ended else length, figures)
+
+
 class _Speeds:
     """A bar for every method, with its speed over plain decoding's."""
 
@@ -92,9 +99,7 @@ class _Speeds:
         speed = run.stats.tokens_per_second
         self._plain = speed if run.label == "ar" else self._plain
         x = f" x {speed / self._plain:.2f}" if self._plain and run.stats.seconds else ""
-        figures = f"{speed:,.1f} tokens/s{x}"
-        length = run.stats.tokens if run.ended else self._length
-        self._bars.update(run.label, run.stats.tokens, length, figures)
+        _show(self._bars, run, self._length, x)
 
     def audited(self, name: str, done: int, total: int) -> None:
         """Show how far an audit has come."""
@@ -235,12 +240,7 @@ class _Progress:
             self._shown = cell
             self._bars.clear()
             self._bars.say(cell)
-        self._bars.update(
-            run.label,
-            run.stats.tokens,
-            run.stats.tokens if run.ended else self._length,
-            f"{run.stats.tokens_per_second:,.1f} tokens/s",
-        )
+        _show(self._bars, run, self._length)
 
 
 def _measure(request: BenchRequest, begun: Begun, folder: Path, bars: Bars) -> None:

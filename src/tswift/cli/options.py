@@ -123,7 +123,7 @@ def takes(
     return decorated
 
 
-def _value(name: str, value: Any, option: Option) -> Any:
+def _value(name: str, value: Any, option: Option) -> object:
     if option.parse is None:
         return tuple(value) if option.repeat else value
     try:
