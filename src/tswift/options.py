@@ -142,7 +142,7 @@ def _plain(hint: object) -> object:
     return plain[0] if len(plain) == 1 else tuple(plain)
 
 
-def check_options(options: object) -> None:
+def check_options(options: Any) -> None:
     """Check the type, range and choices of every option of a dataclass;
     InputError names the first wrong one.
     """

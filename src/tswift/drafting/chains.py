@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,7 +187,7 @@ class ChainSource(Source):
             self.draft_model.rollback(context)
             del context.text[root:]
 
-    def _decode(self, tree: DraftTree, context: Context, kv: KVBuffer) -> None:
+    def _decode(self, tree: Any, context: Context, kv: KVBuffer) -> None:
         """Add the chain to the text, and to the tree."""
         max_new = min(self._gamma, tree.depth)
         root = len(context.text)

@@ -527,8 +527,8 @@ class RunConfig:
         }
         # older runs end at loops of exactly so many tokens
         least_loop = options.get("least_loop", options.get("stop_on_loop") or 1)
-        config = changed(cls(least_loop=least_loop), of_json(recorded))
-        return replace(config, drafting=RecordedOptions(**vars(config.drafting)))
+        usual = cls(drafting=RecordedOptions(), least_loop=least_loop)
+        return changed(usual, of_json(recorded))
 
     def recorded(self) -> Object:
         """What ``run.json`` keeps as the run's options:

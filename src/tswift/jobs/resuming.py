@@ -84,10 +84,10 @@ def resume(
         draft = _refuse_other_model(run, config, model).get("draft")
         job = _continued(run, saved, config, model, lock, ended)
         unlocking.pop_all()
-    moved = {name: asked[name] for name in _MAY_MOVE if name in asked}
+    moved = {name: asked[name] for name in ("length", *_MAY_MOVE) if name in asked}
     job.about = replace(
         run.record,
-        options={**run.record.options, "length": config.text.length, **moved},
+        options={**run.record.options, **moved},
         model={**run.record.model, "name": model.name},
     )
     session = {
