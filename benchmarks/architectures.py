@@ -28,6 +28,7 @@ from tswift.caches import FullKV
 from tswift.drafting.methods import METHODS as ALL_METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.errors import InputError
+from tswift.forward.passes import Nodes
 from tswift.loading.model import LoadedModel
 from tswift.models.architecture import class_of
 from tswift.sampling.parameters import SamplingParams
@@ -426,7 +427,7 @@ def apart(model: LoadedModel, stock: transformers.PreTrainedModel, text: Sequenc
     kv = FullKV(model.target.kv_shape, len(text))
     hidden = []
     for at, token in enumerate(text):
-        hidden.append(target.forward(torch.tensor([token]), torch.tensor([at]), kv, None).hidden)
+        hidden.append(target.forward(Nodes(torch.tensor([token]), torch.tensor([at]), kv)).hidden)
         kv.commit([0])
     return float((target.logits(torch.cat(hidden)) - expected).abs().max() / expected.std())
 

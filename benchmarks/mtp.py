@@ -32,6 +32,7 @@ import tswift
 from recipes.corpus import train_tokenizer
 from tswift.caches import FullKV
 from tswift.drafting.options import DraftOptions
+from tswift.forward.passes import Nodes
 from tswift.forward.text import prefill
 from tswift.sampling.parameters import SamplingParams
 
@@ -244,7 +245,7 @@ def passes(folder: Path, layers: int) -> None:
                     ancestors[node] |= ancestors[parent]
                 started = time.perf_counter()
                 places = 99 + ancestors.sum(1)
-                passed = target.forward(torch.arange(nodes), places, kv, ancestors)
+                passed = target.forward(Nodes(torch.arange(nodes), places, kv, ancestors))
                 target.logits(passed.hidden)
                 least[nodes] = min(least[nodes], time.perf_counter() - started)
         one, eight = (1000 * seconds for seconds in least.values())

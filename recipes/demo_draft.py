@@ -21,6 +21,7 @@ from recipes.corpus import PG19, load_documents, split, token_stream
 from recipes.draft import DraftPlan, load_large, train_draft
 from tswift.caches import FullKV
 from tswift.errors import InputError, Object
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.loading.model import LoadedModel, load
 from tswift.models.config import DEMO
@@ -128,7 +129,7 @@ def _read_recent(
         for begin in range(first, end, _ROWS):
             places = torch.arange(begin, min(begin + _ROWS, end), device=model.device)
             tokens = torch.tensor(text[begin : begin + len(places)], device=model.device)
-            hidden.append(model.forward(tokens, places, kv, None).hidden)
+            hidden.append(model.forward(Nodes(tokens, places, kv, None)).hidden)
             kv.commit(range(len(places)))
         rows.append(torch.cat(hidden)[start - first :])
     return model.logits(torch.cat(rows)).float()

@@ -31,7 +31,8 @@ from tswift.drafting.options import METHODS as _METHODS
 from tswift.drafting.options import DraftOptions, RecordedOptions, find_method
 from tswift.errors import InputError
 from tswift.forward.eager import EagerRunner
-from tswift.forward.target import Forwarded, Target
+from tswift.forward.passes import Forwarded, Nodes
+from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import Sampler
 from tswift.speculators.heads import HEAD_TYPES, Heads, MedusaHeads
@@ -314,13 +315,12 @@ class ToyTarget:
         self.dtype = torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
-        self.replays = self.chunked_prompt = self.chunked_text = False
+        self.replays = self.on_cuda = self.chunked_prompt = self.chunked_text = False
         self.fixed_rows = None
         self.runner = EagerRunner(self)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
-    ) -> Forwarded:
+    def forward(self, nodes: Nodes) -> Forwarded:
+        tokens, positions, kv, ancestors = vars(nodes).values()
         values = tokens.double().view(1, -1, 1)
         kv.write(0, values, values)
         self.forwarded_nodes.append(len(tokens))
@@ -331,8 +331,7 @@ class ToyTarget:
         before = torch.where(parents.any(1), tokens[parents.long().argmax(1)], committed)
         return Forwarded(torch.stack([before, tokens], dim=1), [torch.zeros(1, len(tokens), 1)])
 
-    def verify(self, *given):
-        return None
+    verify = Target.verify
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[:, 0], hidden[:, 1]]

@@ -26,6 +26,7 @@ from tswift.caches import (
     by_chunk,
     by_query,
 )
+from tswift.forward.passes import Nodes
 from tswift.forward.text import prefill
 
 FULL = KVShape(2, 3, 4, torch.float32, CPU)
@@ -67,7 +68,9 @@ def test_tree_passes_and_commits_leave_what_a_straight_prefill_leaves(kind):
     for _ in range(15):
         tree = random_tree(random.randint(1, 14), random)
         positions = torch.tensor(tree.depths) + kv.length
-        hidden = target.forward(torch.tensor(tree.tokens), positions, kv, tree.ancestors()).hidden
+        hidden = target.forward(
+            Nodes(torch.tensor(tree.tokens), positions, kv, tree.ancestors())
+        ).hidden
         path = [random.randrange(len(tree))]
         while path[0]:
             path.insert(0, tree.parents[path[0]])

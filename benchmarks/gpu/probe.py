@@ -14,6 +14,7 @@ from benchmarks.gpu.clocks import covered, interleaved, kernels, replayed
 from benchmarks.gpu.run import Run, at_context, noisy
 from tswift.caches import FullKV, KVBuffer
 from tswift.decoding.drafter import DraftTree
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.models.checkpoint import shape_config
 from tswift.models.config import SHAPE_PREFIX
@@ -38,7 +39,7 @@ def one_pass(target: Target, kv: KVBuffer, nodes: int, length: int) -> Callable[
 
     def forward() -> None:
         kv.length = length
-        target.logits(target.forward(tokens, positions, kv, ancestors).hidden)
+        target.logits(target.forward(Nodes(tokens, positions, kv, ancestors)).hidden)
 
     return forward
 

@@ -157,7 +157,7 @@ def begin(
     )
     rules = replace(request.rules, ends=frozenset(ends), least=params.min_tokens)
     text = request.text(model.tokenizer, rules)
-    if model.target.device.type == "cuda":
+    if model.target.on_cuda:
         try_steps(model.target, params)
         warn_of_fallbacks(model.target)
     method = find_method(request.method)

@@ -29,6 +29,7 @@ from tests.fuzzing import few
 from tests.helpers import CPU, first, needs_triton, random_tree, seeded
 from tswift.attention.sdpa import Attention, AttentionSpec, Layout, MaskedAttention
 from tswift.caches import FullKV
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 
@@ -407,7 +408,7 @@ def test_a_model_reads_the_same(monkeypatch, name):
             monkeypatch.setattr(MaskedAttention, "__call__", None)  # all layers are the kernel's
         kv = FullKV(target.kv_shape, 100)
         prefill(target, list(range(40)), kv)
-        hidden.append(target.forward(tokens, 40 + depths, kv, tree.ancestors()).hidden)
+        hidden.append(target.forward(Nodes(tokens, 40 + depths, kv, tree.ancestors())).hidden)
     torch.testing.assert_close(*hidden, rtol=2e-2, atol=2e-2)
 
 

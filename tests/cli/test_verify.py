@@ -257,10 +257,12 @@ def test_generate_verify(tswift, checkpoint, prompt, tmp_path, monkeypatch):
 
     from tswift.sampling.rule import Sampler
 
-    broken = lambda self, logits, nodes, *_: self.draw_with_runner_up(logits, None, nodes[1] + 1)  # noqa: E731
+    def broken(self, logits, nodes, **_):
+        return self.draw(logits, None, nodes[1] + 1), []
+
     monkeypatch.setattr(Sampler, "draw_nodes", broken)  # nothing is penalised
     # not by the C program
-    monkeypatch.setattr("tswift.forward.target.Target.verify", lambda *given: None)
+    monkeypatch.setattr("tswift.forward.cpu.runner.CompiledRunner.verify", lambda *given: None)
     result = tswift(words, tmp_path / "broken")
     assert result.code == 1
     assert "violations at generated tokens" in result.err

@@ -67,7 +67,7 @@ if ARCHITECTURES[RECURRENT].there:
 WAITS = frozenset(
     {
         "decoding/device_step.py:_read",
-        "sampling/rule.py:draw_with_runner_up",
+        "sampling/rule.py:draw_nodes",
         "drafting/heads.py:_candidates",
         "drafting/heads.py:propose",
         "drafting/networks.py:propose",

@@ -224,11 +224,11 @@ def test_rounding_of_a_short_text_is_not_that_of_its_first_tokens(
     tokens = decode_method("ar", target, prompt, params, 4, 100)
     assert audit(target, prompt, tokens, params, 4).measured < 1e-9
 
-    def rounded(self, tokens, positions, *given):
-        out = right(self, tokens, positions, *given)
+    def rounded(self, nodes):
+        out = right(self, nodes)
         return (
             out
-            if len(tokens) > 32 or positions[0] < 45
+            if len(nodes) > 32 or nodes.positions[0] < 45
             else replace(out, hidden=out.hidden * (1 + 1e-6))
         )
 
@@ -370,12 +370,14 @@ def test_passes_that_do_not_compute_the_same(monkeypatch):
     monkeypatch.setattr(
         Target,
         "forward",
-        lambda self, tokens, positions, kv, ancestors: right(
+        lambda self, nodes: right(
             self,
-            tokens,
-            positions,
-            kv,
-            torch.ones(len(tokens), len(tokens)).bool() if 1 < len(tokens) < 20 else None,
+            replace(
+                nodes,
+                ancestors=torch.ones(len(nodes), len(nodes)).bool()
+                if 1 < len(nodes) < 20
+                else None,
+            ),
         ),
     )
     found = audit(target, prompt, tokens, parameters(), 3)

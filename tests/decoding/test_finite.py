@@ -323,11 +323,11 @@ def test_a_broken_drafting_pass_changes_nothing(monkeypatch):
     right = Target.forward
     broken = []
 
-    def forward(self, tokens, positions, kv, ancestors):
-        if not isinstance(kv, PartialKV):
-            return right(self, tokens, positions, kv, ancestors)
-        kv.buffers[0].fill_(NAN)
-        broken.append(right(self, tokens, positions, kv, ancestors))
+    def forward(self, nodes):
+        if not isinstance(nodes.kv, PartialKV):
+            return right(self, nodes)
+        nodes.kv.buffers[0].fill_(NAN)
+        broken.append(right(self, nodes))
         return broken[-1]
 
     monkeypatch.setattr(Target, "forward", forward)

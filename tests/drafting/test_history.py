@@ -47,7 +47,9 @@ pytestmark = needs_program
 
 def history(vocab: int, kept: int = 64, noise: bool = True) -> LogitHistory:
     """Of a model whose hidden states are its logits."""
-    model = SimpleNamespace(device=CPU, vocab_size=vocab, logits=lambda hidden: hidden)
+    model = SimpleNamespace(
+        device=CPU, on_cuda=False, vocab_size=vocab, logits=lambda hidden: hidden
+    )
     return LogitHistory(model, noise, kept)
 
 

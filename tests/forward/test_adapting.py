@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ from tswift.errors import NoFault, SlowWarning
 from tswift.forward import adapting
 from tswift.forward.adapting import wrap_model
 from tswift.forward.notes import warn_of_fallbacks
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.loading.model import LoadedModel, load
@@ -87,14 +89,15 @@ def test_the_check_of_logits_sees_what_goes_wrong_in_a_tree(tmp_path, monkeypatc
     right = Target.forward
     for mistake in ("positions", "ancestors", "cache"):
 
-        def wrong(self, tokens, positions, kv, ancestors, mistake=mistake):
+        def wrong(self, nodes, mistake=mistake):
+            kv, ancestors = nodes.kv, nodes.ancestors
             if ancestors is not None and mistake == "positions":
-                positions = torch.arange(len(positions)) + kv.length
+                nodes = replace(nodes, positions=torch.arange(len(nodes)) + kv.length)
             if ancestors is not None and mistake == "ancestors":
-                ancestors = torch.ones_like(ancestors).tril()
+                nodes = replace(nodes, ancestors=torch.ones_like(ancestors).tril())
             if ancestors is not None and mistake == "cache":
                 kv.buffers[0][:, :, kv.length - 1] = 0
-            return right(self, tokens, positions, kv, ancestors)
+            return right(self, nodes)
 
         monkeypatch.setattr(Target, "forward", wrong)
         refuse(str(tmp_path), "is not served exactly: logits differ", "model")
@@ -200,7 +203,7 @@ def test_what_many_layers_round_is_no_fault(monkeypatch):
     hidden = []
     for target in (narrow, wide):
         kv = FullKV(target.kv_shape, len(places))
-        hidden.append(target.forward(places, places, kv, None).hidden.double())
+        hidden.append(target.forward(Nodes(places, places, kv, None)).hidden.double())
     apart = ((hidden[0] - hidden[1]).norm(dim=-1) / hidden[1].norm(dim=-1)).max()
     assert tiny_target("gqa", torch.bfloat16).kv_shape.rounding < apart < narrow.kv_shape.rounding
     assert wide.kv_shape.rounding < 0.01

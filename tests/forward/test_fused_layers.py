@@ -44,6 +44,7 @@ from tswift.forward.cuda.layers_check import (
 )
 from tswift.forward.exact_passes import fingerprint
 from tswift.forward.notes import FUSED, execution_note
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.models.architecture import max_positions
@@ -383,14 +384,14 @@ def tree_pass(target: Target, static: bool = False) -> tuple[Tensor, FullKV]:
     if static:
         target.prepare(kv, 6)
     tokens = torch.arange(6) * 11 % 97
-    return target.forward(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors).hidden, kv
+    return target.forward(Nodes(tokens, 9 + ancestors.sum(1) - 1, kv, ancestors)).hidden, kv
 
 
 def test_a_replayed_pass_is_made_by_kernels_whoever_asks(small):
     """Where gradients could be wanted layers are transformers' own: nobody wants a pass's."""
     target = Target(network(FIT[2], torch.bfloat16, 1), BACKENDS["triton"]())
     zero = torch.zeros(1, dtype=torch.int64)
-    asked = zero, zero, FullKV(target.kv_shape, 4), torch.zeros((), dtype=torch.int32), None
+    asked = Nodes(zero, zero, FullKV(target.kv_shape, 4)), torch.zeros((), dtype=torch.int32)
     with torch.enable_grad():
         assert target.compute_static(*asked).hidden.is_inference()
 
@@ -587,7 +588,7 @@ def test_few_operators_surround_the_layers(monkeypatch):
         operators.seen.clear()
         with torch.inference_mode(), operators:
             operators.on = True
-            forwarded = target.compute_static(ids, places, kv, length, None)
+            forwarded = target.compute_static(Nodes(ids, places, kv), length)
             target.logits(forwarded.padded)
             operators.on = False
         assert operators.seen["product"] == 1
@@ -627,7 +628,8 @@ def test_taps_see_what_they_saw():
         each.tap([0, 1])
     token = torch.tensor([5])
     passes = [
-        each.forward(token, token * 0, FullKV(each.kv_shape, 1), None) for each in (target, eager)
+        each.forward(Nodes(token, token * 0, FullKV(each.kv_shape, 1), None))
+        for each in (target, eager)
     ]
     for state in ("pre_norm", "layer_states"):
         torch.testing.assert_close(*(getattr(each, state) for each in passes), rtol=0.05, atol=0.05)
@@ -807,5 +809,5 @@ def test_a_layer_is_six_kernels(monkeypatch, name, fits):
     ids = torch.arange(3)
     length = torch.full((), 5, dtype=torch.int32)
     with torch.inference_mode(), operators:
-        target.compute_static(ids, ids + 5, kv, length, None)
+        target.compute_static(Nodes(ids, ids + 5, kv), length)
     assert (operators.seen == launched | {"attention": 1}) == fits, operators.seen

@@ -31,6 +31,7 @@ from tswift.forward.cpu import products
 from tswift.forward.cpu.products import PackedEmbedding, PackedLinear, hold_floats, lay_together
 from tswift.forward.eager import EagerRunner
 from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.models.codes import Codes, PackedCodes, quantize
@@ -338,7 +339,7 @@ def test_a_pass_is_the_modeling_codes(kind, bits):
     for runner in (target.runner, EagerRunner(target)):
         kept = target.runner
         target.runner = runner
-        hidden = target.forward(*nodes[:2], kv, nodes[2]).hidden
+        hidden = target.forward(Nodes(*nodes[:2], kv, nodes[2])).hidden
         passes.append((hidden, target.logits(hidden)))
         target.runner = kept
     for own, other in zip(*passes, strict=True):

@@ -29,6 +29,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.forward.cuda.graphs import sizes
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, prefill
 from tswift.sampling.parameters import SamplingParams
@@ -88,9 +89,9 @@ def test_what_a_pass_gave_stays_when_the_next_one_runs():
         return out, replays
 
     static._run = replay
-    first = target.forward(torch.tensor([3]), torch.tensor([0]), kv, None).hidden
+    first = target.forward(Nodes(torch.tensor([3]), torch.tensor([0]), kv, None)).hidden
     before = first.clone()
-    target.forward(torch.tensor([4]), torch.tensor([0]), kv, None)
+    target.forward(Nodes(torch.tensor([4]), torch.tensor([0]), kv, None))
     assert torch.equal(first, before)
 
 
@@ -114,8 +115,8 @@ def test_a_replayed_pass_is_the_pass_itself(mistake):
     trees = [random_tree(8, Random(seed)) for seed in (1, 2)]
     for tree in trees:
         parts = torch.tensor(tree.tokens), torch.tensor(tree.depths) + kv.length, tree.ancestors()
-        exact = tiny_target().forward(parts[0], parts[1], kv, parts[2]).hidden
-        replayed = target.forward(parts[0], parts[1], kv, parts[2]).hidden
+        exact = tiny_target().forward(Nodes(parts[0], parts[1], kv, parts[2])).hidden
+        replayed = target.forward(Nodes(parts[0], parts[1], kv, parts[2])).hidden
         assert torch.allclose(exact, replayed, atol=1e-12) == (mistake is None or tree is trees[0])
         kv.length += 1
         if mistake:
@@ -168,7 +169,7 @@ def test_a_pass_that_does_not_fit_is_refused():
     target.prepare(kv, 8)
     kv.length = 3
     with pytest.raises(ValueError, match="8 nodes does not fit behind 3 of 10 slots"):
-        target.forward(torch.arange(5), torch.arange(5), kv, None)
+        target.forward(Nodes(torch.arange(5), torch.arange(5), kv, None))
 
 
 def test_a_prompt_is_forwarded_the_same_way_whatever_is_prepared(

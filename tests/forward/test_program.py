@@ -60,6 +60,7 @@ from tswift.forward.cpu.program import PassProgram
 from tswift.forward.eager import EagerRunner
 from tswift.forward.exact_passes import fingerprint
 from tswift.forward.notes import PROGRAM, execution_note
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 from tswift.models.codes import quantize
@@ -194,13 +195,13 @@ def test_a_pass_is_the_modeling_codes(kind, half):
         tree = tree_of(nodes, held)
         kv = filled(target, held, nodes)
         passes = []
-        untapped = target.forward(*tree[:2], kv, tree[2])
+        untapped = target.forward(Nodes(*tree[:2], kv, tree[2]))
         target.tap()
         target.tap([1, 0, 1])
         for runner in (target.runner, EagerRunner(target)):
             kept = target.runner
             target.runner = runner
-            out = target.forward(*tree[:2], kv, tree[2])
+            out = target.forward(Nodes(*tree[:2], kv, tree[2]))
             queries = torch.stack([query[:, :nodes] for query in out.queries])
             cache = kv.buffers[0].clone(), kv.buffers[1].clone()
             passes.append(
@@ -232,14 +233,14 @@ def test_a_row_has_the_same_bits_in_every_pass(kind, kv_dtype):
     positions = torch.arange(held, held + nodes)
     kv = filled(target, held, nodes)
     before = kv.mark()
-    whole = target.forward(tokens, positions, kv, None)
+    whole = target.forward(Nodes(tokens, positions, kv, None))
     logits = target.logits(whole.hidden)
     keys = kv.buffers[0].clone()
     for size in (1, 2, 5, 6, 7, 13):
         kv.rewind(before)
         for start in range(0, nodes, size):
             part = slice(start, min(start + size, nodes))
-            found = target.forward(tokens[part], positions[part], kv, None)
+            found = target.forward(Nodes(tokens[part], positions[part], kv, None))
             kv.commit(range(len(tokens[part])))
             assert torch.equal(found.hidden, whole.hidden[part])
             assert torch.equal(target.logits(found.hidden), logits[part])
@@ -281,7 +282,7 @@ def test_keys_and_values_are_rounded_to_the_nearest(kv_dtype):
         target = target_of(kv_dtype=kind)
         kv = filled(target, 3, 40)
         tree = tree_of(40, 3)
-        target.forward(*tree[:2], kv, tree[2])
+        target.forward(Nodes(*tree[:2], kv, tree[2]))
         caches.append(kv)
         assert kv.shape.dtype == kind
         written.append([buffer[0, :, 3:] for buffer in kv.buffers])
@@ -313,13 +314,15 @@ def test_integers_show_what_is_broken():
         largest = target_of(kind)
         steps = target_of(kind, kv_dtype=torch.int16).kv_shape.steps
         wide = filled(largest, 0, 40)
-        largest.forward(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2])
+        largest.forward(Nodes(*tree_of(40, 0)[:2], wide, tree_of(40, 0)[2]))
         assert steps is not None
         for part, buffer in enumerate(wide.buffers):
             assert (buffer.abs().amax(2) <= steps[part] * (2**15 - 1)).all()
     embeddings = target.model.get_input_embeddings().weight
     embeddings[3] = torch.nan
-    target.forward(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))
+    target.forward(
+        Nodes(torch.tensor([1, 3, 5]), torch.arange(3), kv, torch.eye(3, dtype=torch.bool))
+    )
     assert shape.broken(kv.buffers[0])[:, :, 1].all()
     assert not shape.broken(kv.buffers[0])[:, :, [0, 2]].any()
 
@@ -346,9 +349,10 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
     held = list[Tensor]()
     compiled_pass = PassProgram.__call__
 
-    def watched(self, tokens, positions, kv, *rest):
+    def watched(self, nodes, *rest):
+        kv = nodes.kv
         held.append(kv.shape.widened(kv.buffers[0][0, :, : kv.length], 0, 0))
-        return compiled_pass(self, tokens, positions, kv, *rest)
+        return compiled_pass(self, nodes, *rest)
 
     monkeypatch.setattr(PassProgram, "__call__", watched)
     target.fixed_rows = 16
@@ -357,7 +361,7 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
     tree = tree_of(17, 0)
     kv = filled(target, 0, 17)
     with pytest.raises(ValueError, match="does not fit"):
-        target.forward(*tree[:2], kv, tree[2])
+        target.forward(Nodes(*tree[:2], kv, tree[2]))
 
 
 @pytest.mark.parametrize(

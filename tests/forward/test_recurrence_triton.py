@@ -16,6 +16,7 @@ from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV
 from tswift.checking import difference
 from tswift.forward import recurrent
+from tswift.forward.passes import Nodes
 from tswift.forward.recurrence import Rows
 from tswift.forward.recurrent import step_states
 from tswift.forward.target import Target
@@ -91,7 +92,7 @@ def test_a_models_text_has_the_same_bits_by_the_kernel(on_a_device, kind):
             kv = FullKV(target.kv_shape, 40)
             prefill(target, random_prompt(20), kv)
             nodes = torch.tensor(tree.tokens), torch.tensor(tree.depths) + 20
-            hidden = target.forward(*nodes, kv, tree.ancestors()).hidden
+            hidden = target.forward(Nodes(*nodes, kv, tree.ancestors())).hidden
             kv.commit(path)
             assert kv.states is not None
             found.append((hidden, kv.states.matrices.clone()))

@@ -40,6 +40,7 @@ from tswift.forward import recurrent
 from tswift.forward.adapting import wrap_model
 from tswift.forward.cpu.recurrence import recurrence_library
 from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
+from tswift.forward.passes import Nodes
 from tswift.forward.recurrence import Rows
 from tswift.forward.recurrent import step_states
 from tswift.forward.target import Target
@@ -99,7 +100,7 @@ def test_logits_are_those_of_the_stock_model(kind, monkeypatch):
     kv = FullKV(target.kv_shape, len(text) + 1)
     found = [forwarded.hidden for forwarded in chunks(target, text[:590].tolist(), kv)]
     for at in range(590, 600):
-        found.append(target.forward(text[at : at + 1], torch.tensor([at]), kv, None).hidden)
+        found.append(target.forward(Nodes(text[at : at + 1], torch.tensor([at]), kv, None)).hidden)
         kv.commit([0])
     apart = (target.logits(torch.cat(found)) - expected).abs().max() / expected.std()
     assert apart < (1e-4 if "Mamba2" in kind else 1e-6)

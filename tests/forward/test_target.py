@@ -13,6 +13,7 @@ from tests.helpers import random_prompt, tiny_llama, tiny_target
 from tswift.attention.sdpa import AttentionSpec
 from tswift.caches import FullKV, LayerKV
 from tswift.forward.hf import UnsupportedModel, output_of, probe_attention
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import prefill
 
@@ -37,7 +38,9 @@ def test_logits_are_those_of_the_stock_model(kind, attention, tolerance):
     prefill(target, text[:600], kv)
     for at in range(600, 610):  # one by one
         one = torch.ones(1, 1, dtype=torch.bool)
-        hidden = target.forward(torch.tensor(text[at : at + 1]), torch.tensor([at]), kv, one).hidden
+        hidden = target.forward(
+            Nodes(torch.tensor(text[at : at + 1]), torch.tensor([at]), kv, one)
+        ).hidden
         kv.commit([0])
         torch.testing.assert_close(target.logits(hidden)[0], expected[at], rtol=0, atol=tolerance)
     rest = prefill(target, text[610:], kv)
@@ -59,7 +62,9 @@ def test_a_tree_pass_gives_every_path_its_own_logits():
         assert parents[node] == (path[-2] if node else -1)
         ancestors[node, path] = True
     positions = torch.tensor(depths) + 39
-    logits = target.logits(target.forward(torch.tensor(tokens), positions, kv, ancestors).hidden)
+    logits = target.logits(
+        target.forward(Nodes(torch.tensor(tokens), positions, kv, ancestors)).hidden
+    )
     for node, path in enumerate(paths):
         whole = text[:-1] + [tokens[n] for n in path]
         with torch.inference_mode():

@@ -19,6 +19,7 @@ from tswift.attention.sdpa import BatchInvariantAttention
 from tswift.caches import FullKV, steps_of
 from tswift.decoding.drafter import DraftTree
 from tswift.forward.exact_passes import choose_fixed_rows, fingerprint
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import chunks
 
@@ -136,7 +137,7 @@ def plainly(target: Target, text: Sequence[int], kv: FullKV) -> tuple[Tensor, Te
     found = []
     for token in text:
         found.append(
-            target.forward(torch.tensor([token]), torch.tensor([kv.length]), kv, None).hidden
+            target.forward(Nodes(torch.tensor([token]), torch.tensor([kv.length]), kv, None)).hidden
         )
         kv.commit([0])
     return torch.cat(found), torch.cat([target.logits(each) for each in found])
@@ -166,7 +167,7 @@ def by_trees(
                     random.randrange(len(tree)), WRONG + random.randrange(VOCAB - WRONG), "random"
                 )
         places = torch.tensor(tree.depths) + kv.length
-        forwarded = target.forward(torch.tensor(tree.tokens), places, kv, tree.ancestors())
+        forwarded = target.forward(Nodes(torch.tensor(tree.tokens), places, kv, tree.ancestors()))
         hidden.append(forwarded.hidden[path])
         logits.append(target.logits(forwarded.hidden)[path])
         kv.commit(path)

@@ -156,11 +156,11 @@ def large_chunks(patch: Patch):
             target.fixed_rows = width
             del target.forward_eager
 
-    def unpadded(target, tokens, positions, kv, ancestors=None, width=None):
-        nodes = len(tokens)
+    def unpadded(target, nodes, width=None):
+        kv, count = nodes.kv, len(nodes)
         exact = partial(exact_attention, target.backend)
-        attend = module._each(target._layouts, exact, kv.length, nodes, ancestors)
-        return target._compute(tokens, positions, module.Pass(kv.write, attend, None, nodes, nodes))
+        attend = module._each(target._layouts, exact, kv.length, count, nodes.ancestors)
+        return target._compute(nodes, module.Pass(kv.write, attend, None, count, count))
 
     for each in ("tests.lossless.models", "tswift.forward.exact_passes", "tswift.decoding.loop"):
         patch.setattr(f"{each}.chunks", chunks)

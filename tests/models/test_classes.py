@@ -28,6 +28,7 @@ from tests.helpers import first, needs_program, options_for, refused, tokens_of
 from tswift.caches import FullKV
 from tswift.engine import generate
 from tswift.forward.notes import PROGRAM
+from tswift.forward.passes import Nodes
 from tswift.loading.model import LoadedModel, adopt, load
 from tswift.loading.plan import plan_model
 from tswift.models.architecture import class_of
@@ -117,7 +118,7 @@ def test_logits_are_those_of_the_whole_model(kind, tmp_path):
     with torch.inference_mode():
         wanted = whole(text[None]).logits[0]
     found = target.logits(
-        target.forward(text, torch.arange(60), FullKV(target.kv_shape, 60), None).hidden
+        target.forward(Nodes(text, torch.arange(60), FullKV(target.kv_shape, 60), None)).hidden
     )
     assert (found - wanted).abs().max() < 1e-9 * wanted.std()
 

@@ -16,7 +16,7 @@ from tests.fuzzing import many
 from tests.helpers import CPU, needs_program, random_tree, seeded
 from tswift.decoding.drafter import DraftTree
 from tswift.sampling.parameters import SamplingParams
-from tswift.sampling.rule import Sampler, _best, gumbel, seed_stream
+from tswift.sampling.rule import Sampler, _drawn, gumbel, seed_stream
 from tswift.sampling.sampler_c import c_sampler
 
 pytestmark = needs_program
@@ -42,7 +42,7 @@ PARAMS = st.builds(
 
 
 def by_torch(sampler: Sampler, logits, seen, positions) -> list[int]:
-    return _best(sampler.scores(logits, seen, positions)).tolist()
+    return _drawn(*sampler._ranked(logits, seen, positions, 1)).tolist()
 
 
 def rows(kind: str, count: int, vocab: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     path = tree.walk(wanted)
     assert tree.walk(followed) == path
     assert [followed[node] for node in path] == [wanted[node] for node in path]
-    drawn, others = sampler.draw_with_runner_up(lowered, seen, positions + 1)
+    drawn, others = sampler.draw_nodes(logits, where, with_runner_up=True)
     assert (
         lowered.dtype == torch.float64 or drawn == wanted
     )  # float64 is PyTorch's, which orders equals as it likes
@@ -98,13 +98,12 @@ def test_a_tree_draws_what_pytorch_draws(params, kind, vocab, nodes, seed, dtype
     assert [lead for _, lead in others] == pytest.approx(leads, rel=1e-9, abs=1e-9, nan_ok=True)
     if sampler.program(dtype) is None:
         return
-    found = sampler.follow(logits, where, tree.parents, with_runner_up=True)
-    if found is not None:
-        assert found[0] == sampler.follow(logits, where, tree.parents)[0] == followed
-        for node in path:
-            assert found[1][node][1] == pytest.approx(leads[node], rel=1e-9, abs=1e-9, nan_ok=True)
-            if leads[node] < math.inf:
-                assert scores[node, found[1][node][0]] == best[node, 1]
+    found, others = sampler.draw_nodes(logits, where, tree.parents, with_runner_up=True)
+    assert [found[node] for node in path] == [followed[node] for node in path]
+    for node in path:
+        assert others[node][1] == pytest.approx(leads[node], rel=1e-9, abs=1e-9, nan_ok=True)
+        if leads[node] < math.inf:
+            assert scores[node, others[node][0]] == best[node, 1]
 
 
 COUNTED = {"presence_penalty": -0.7, "frequency_penalty": 0.9}

@@ -37,6 +37,7 @@ from tswift.caches import FullKV, WindowKV
 from tswift.drafting.options import DraftOptions
 from tswift.engine import Request, begin
 from tswift.forward.cpu.products import PackedLinear
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.loading.model import load as load_model
 from tswift.loading.plan import plan_model
@@ -68,7 +69,7 @@ def tapped(target: Target, text: Sequence[int]) -> torch.Tensor:
     found = []
     for start, end in ((0, 5), (5, 6), (6, len(text))):
         tokens = torch.tensor(text[start:end])
-        found.append(target.forward(tokens, torch.arange(start, end), kv, None).layer_states)
+        found.append(target.forward(Nodes(tokens, torch.arange(start, end), kv, None)).layer_states)
         kv.commit(range(end - start))
     return torch.cat(found)
 

@@ -46,7 +46,8 @@ def why_not(
     """
     if name == "sdpa":
         return None
-    if name == "native" and device.type != "cpu":
+    cuda = device.type == "cuda"
+    if name == "native" and cuda:
         return "native attention is for the CPU"
     if dtype not in (HALVES if name != "native" else (torch.float32, *HALVES)):
         taken = "bfloat16 and float16" if name != "native" else "float32, bfloat16 and float16"
@@ -54,17 +55,13 @@ def why_not(
     if name == "native":
         return _unbuilt(width, dtype)
     if name == "triton":
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if not cuda and os.environ.get("TRITON_INTERPRET") != "1":
             return (
                 "triton attention needs CUDA (on the CPU, TRITON_INTERPRET=1 runs it slowly, for "
                 "tests)"
             )
         return _missing("triton", "triton")
-    return (
-        _missing("flash_attn", "flash-attn")
-        if device.type == "cuda"
-        else "flash attention needs CUDA"
-    )
+    return _missing("flash_attn", "flash-attn") if cuda else "flash attention needs CUDA"
 
 
 def own_backend(device: torch.device) -> str:

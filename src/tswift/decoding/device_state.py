@@ -17,10 +17,10 @@ class HostBlock:
 
     def __init__(self, sections: dict[str, int], device: torch.device) -> None:
         total = sum(sections.values())
+        self._device = torch.zeros(total, dtype=torch.int64, device=device)
         # page-locked memory: the copy is asynchronous, and the wait at the end of every step says
         # when it is over
-        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(total, dtype=torch.int64, device=device)
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=self._device.is_cuda)
         self._sent = np.zeros(total, np.int64)
         self._array = self._host.numpy()
         self.host: dict[str, np.ndarray] = {}

@@ -49,7 +49,7 @@ from tswift.decoding.drafter import (
 from tswift.decoding.step import Stepper, Walked
 from tswift.forward.cuda.graphs import sizes
 from tswift.forward.notes import warn_of_fallbacks
-from tswift.forward.passes import Forwarded
+from tswift.forward.passes import Forwarded, Nodes
 from tswift.forward.target import Target
 from tswift.machine import synchronize
 from tswift.sampling.kernels import use_kernels
@@ -82,12 +82,12 @@ class _Launched(NamedTuple):
     event: torch.cuda.Event | None
 
 
-def _answers(count: int, device: torch.device) -> list[tuple[Tensor, torch.cuda.Event | None]]:
+def _answers(result: Tensor) -> list[tuple[Tensor, torch.cuda.Event | None]]:
     """Two buffers on the host, as one is read while the other may be written."""
-    cuda = device.type == "cuda"
+    cuda = result.is_cuda
     return [
         (
-            torch.zeros(count, dtype=torch.int64, pin_memory=cuda),
+            torch.zeros(len(result), dtype=torch.int64, pin_memory=cuda),
             torch.cuda.Event() if cuda else None,
         )
         for _ in range(2)
@@ -141,7 +141,7 @@ class DeviceStepper(Stepper[_Proposed]):
         self._block = HostBlock({"control": _CONTROL, **own}, target.device)
         self._longest = longest = min(self._depth + 1, self._limit)
         readers = [each for each in drafter.histories if isinstance(each, LogitReader)]
-        self._reader = readers[0] if readers and target.device.type == "cuda" else None
+        self._reader = readers[0] if readers and target.on_cuda else None
         columns = self._reader.columns if self._reader else 0
         # how many tokens, nodes that carried one, the tokens, their nodes, and a digest of the
         # logits as its bits
@@ -149,7 +149,7 @@ class DeviceStepper(Stepper[_Proposed]):
             2 + (2 + columns) * longest, dtype=torch.int64, device=target.device
         )
         self._digest = self._result[2 + 2 * longest :].view(torch.float64).view(longest, columns)
-        self._answers = cycle(_answers(len(self._result), target.device))
+        self._answers = cycle(_answers(self._result))
         self._launched: _Launched | None = None  # a plain step ahead of the host
         # states cannot be taken back by the token that the host does not know of yet
         self.runs_ahead = (
@@ -324,9 +324,8 @@ class DeviceStepper(Stepper[_Proposed]):
         kv = self._kv
         path = self._path
         tree = self._trees.lay_out(state, nodes, self._depth)
-        forwarded = target.compute_static(
-            tree.tokens, tree.positions, kv, state.length, tree.ancestors
-        )
+        own = Nodes(tree.tokens, tree.positions, kv, tree.ancestors)
+        forwarded = target.compute_static(own, state.length)
         # what need not be padded again
         rows = forwarded.hidden if forwarded.padded is None else forwarded.padded
         logits = target.logits(rows)[:nodes]
@@ -355,7 +354,7 @@ def _tree_operators(target: Target) -> ModuleType:
     """What lays trees out and walks them: kernels on CUDA,
     if they do what PyTorch's operators do.
     """
-    if target.device.type != "cuda":
+    if not target.on_cuda:
         return device_tree
     try:
         from tswift.decoding import device_tree_check, device_tree_triton

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +25,13 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree, Step, WalkFn
 from tswift.decoding.step import Stepper, Walked
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import OnProgress, chunks, first_broken
 from tswift.machine import synchronize
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
-from tswift.sampling.sampler_c import Drawn
 
 _TOKENS = 512  # looked at together
 _LEAST_KEPT = 64  # tokens of another cache that are worth a copy
@@ -66,23 +65,16 @@ class HostStepper(Stepper[DraftTree]):
         )
         ancestors = tree.ancestors().to(target.device, non_blocking=True)
         sampler = context.sampler
-        nodes = (tokens, positions, ancestors)
-        parents = None if self._simulate else tree.parents
-        with_runner_up = self._with_runner_up
-        found: Drawn | None = None
-        verified = None
-        if parents and sampler.program(torch.float32):
-            follow = partial(
-                sampler.follow, nodes=nodes, parents=parents, with_runner_up=with_runner_up
-            )
-            verified = target.verify(tokens, positions, context.kv, ancestors, follow)
-        if verified is not None:
-            forwarded, logits, found = verified
-        else:
-            forwarded = target.forward(tokens, positions, context.kv, ancestors)
-            logits = target.logits(forwarded.hidden)
+        draw = partial(
+            sampler.draw_nodes,
+            nodes=(tokens, positions, ancestors),
+            parents=None if self._simulate else tree.parents,
+            with_runner_up=self._with_runner_up,
+        )
+        nodes = Nodes(tokens, positions, context.kv, ancestors)
+        by_program = not self._simulate and sampler.program(torch.float32) is not None
+        forwarded, logits, (drawn, leads) = target.verify(nodes, draw, by_program)
         context.digest = None
-        drawn, leads = found or sampler.draw_nodes(logits, nodes, parents, with_runner_up)
         path = self._simulate(tree, drawn) if self._simulate else tree.walk(drawn)
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         if any(drawn[node] == NO_TOKEN for node in path):
@@ -104,7 +96,7 @@ def stepper_for(
     drafter: Drafter,
     simulate: WalkFn | None = None,
     ahead: bool = False,
-) -> Stepper[Any]:
+) -> HostStepper | DeviceStepper:
     """What takes the steps of a decode over its full cache: see :class:`Stepper`,
     and ``ahead`` of :class:`DeviceStepper`.
     """
@@ -170,8 +162,8 @@ class Decoding:
         self._earlier = earlier
         self.copied = 0  # tokens that were copied
         self._prefilled = False
-        self._stepper: Stepper[Any] | None = None
-        self._plain: Stepper[Any] | None = None
+        self._stepper: HostStepper | DeviceStepper | None = None
+        self._plain: HostStepper | DeviceStepper | None = None
 
     def prefill(
         self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()

@@ -22,6 +22,7 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree, Source, Step
 from tswift.decoding.loop import HostStepper
 from tswift.decoding.pass_costs import PassCosts
 from tswift.drafting.dynamic_tree import FAR_GAP, CandidateTree, TreeBudget
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.rule import NoTokenLeft
@@ -133,7 +134,7 @@ class SmallDraftModel(DraftModel):
                 self.target.device, non_blocking=True
             )
             tokens, positions = sent
-            self.target.forward(tokens, positions, self.kv, None)
+            self.target.forward(Nodes(tokens, positions, self.kv))
             self.kv.commit(range(len(places)))
         self.kv.settle()
         return self.kv

@@ -19,6 +19,7 @@ from tswift.decoding.drafter import REUSE, Context, DeviceDraft, Drafter, DraftT
 from tswift.drafting.chains import PartialDraftModel
 from tswift.drafting.heads import HeadSource
 from tswift.drafting.ngrams import NgramRows, ReuseSource
+from tswift.forward.passes import Nodes
 from tswift.sampling.kernels import use_kernels
 
 _SHARE = 4  # of the nodes that heads and n-grams have in common, n-grams get one in so many
@@ -126,9 +127,8 @@ class FixedTree:
         length = state.length if self._partial is None else self._partial.device_length
         assert length is not None
         kv = self._partial or self._kv
-        forwarded = draft_model.target.compute_static(
-            state.tokens[:1], state.position, kv, length, None
-        )
+        root = Nodes(state.tokens[:1], state.position, kv)
+        forwarded = draft_model.target.compute_static(root, length)
         return forwarded.hidden[0], None if forwarded.pre_norm is None else forwarded.pre_norm[0]
 
     def draft(self) -> None:

@@ -16,7 +16,7 @@ from tswift.decoding.drafter import Context, DraftTree, Source
 from tswift.decoding.pass_costs import WORTH_A_TRIAL, PassCosts
 from tswift.drafting.chains import DraftModel
 from tswift.drafting.dynamic_tree import CandidateTree, TreeBudget
-from tswift.forward.passes import Forwarded
+from tswift.forward.passes import Forwarded, Nodes
 from tswift.forward.target import Target
 from tswift.sampling.rule import Sampler
 from tswift.sampling.sampler_c import MOST
@@ -124,7 +124,7 @@ class HeadSource(Source):
         root, position = torch.tensor([context.text[-1:], [context.position]]).to(
             model.device, non_blocking=True
         )
-        return model.forward(root, position, self.draft_model.cache(context), None), 0
+        return model.forward(Nodes(root, position, self.draft_model.cache(context))), 0
 
     def start(self, context: Context) -> None:
         """Have the device guess every level; nothing is waited for."""

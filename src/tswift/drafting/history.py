@@ -103,7 +103,7 @@ class LogitHistory:
         self._library = build(_SOURCE)
         self._orders = np.array(_ORDERS)
         self._target = target
-        self._on_host = target.device.type == "cpu"
+        self._on_host = not target.on_cuda
         self._shared_noise = shared_noise
         kept, self._kind = _kept_as(target.vocab_size, kept)
         self._index = _C.Index(orders=self._orders.ctypes.data, kinds=len(_ORDERS), reach=_REACH)

@@ -92,7 +92,7 @@ class NetworkSource(Source):
         ]
         self._share = weights[0] / weights[1]
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=device)
-        self._on_host = device.type == "cpu" and not target.replays
+        self._on_host = not (target.on_cuda or target.replays)
         self._seconds = 0.0  # of the last round, which a host has waited for
         self._sampler: Sampler | None = None
         self._whole: KVBuffer | None = None  # the model's own

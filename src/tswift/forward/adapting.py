@@ -24,6 +24,7 @@ from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import fuse, is_fused, layers_by_form, separate_layers
 from tswift.forward.cuda.layers_check import layer_fault
 from tswift.forward.hf import UnsupportedModel
+from tswift.forward.passes import Nodes
 from tswift.forward.recurrent import kernel_fault
 from tswift.forward.target import Target
 from tswift.forward.text import first_broken
@@ -64,7 +65,7 @@ def select_backend(
 
 def try_graphs(target: Target) -> None:
     """Try whether passes can be captured as CUDA graphs."""
-    if target.replays and target.device.type == "cuda":
+    if target.replays and target.on_cuda:
         kv = FullKV(target.kv_shape, 1)
         target.prepare(kv, 1)
         for static in target.runner.passes[kv]:
@@ -305,13 +306,13 @@ def _apart(target: Target, ids: Tensor, expected: Tensor, far: int = 0) -> float
     kv = FullKV(target.kv_shape, 2 * len(ids))
     half = len(ids) // 2
     start = torch.arange(far, far + half, device=ids.device)
-    before = [target.forward(ids[:half], start, kv, None).hidden]
+    before = [target.forward(Nodes(ids[:half], start, kv)).hidden]
     kv.commit(range(half))
     nodes = torch.arange(2 * (len(ids) - half), device=ids.device)
     right = nodes % 2 == 0  # the text; an odd node stands beside the next one
     tokens = torch.where(right, ids[half + nodes // 2], ids[nodes // 4])
     ancestors = (nodes <= nodes[:, None]) & right | (nodes == nodes[:, None])
-    hidden = target.forward(tokens, far + half + (nodes + 1) // 2, kv, ancestors).hidden
+    hidden = target.forward(Nodes(tokens, far + half + (nodes + 1) // 2, kv, ancestors)).hidden
     ours = target.logits(torch.cat([*before, hidden[right]])).double()
     apart = ours - expected
     apart = apart - apart.mean(-1, keepdim=True)

@@ -11,44 +11,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
-from tswift.attention.sdpa import AttentionSpec
-from tswift.caches import KVBuffer, KVShape
-from tswift.forward.fallbacks import Fallbacks
-from tswift.forward.passes import Forwarded, T
+from tswift.caches import KVBuffer
+from tswift.forward.passes import Forwarded, Nodes, T
 
-
-class Owner(Protocol):
-    """What a runner asks of the :class:`~tswift.forward.target.Target` whose passes it makes."""
-
-    model: PreTrainedModel
-    output: Callable[[Tensor], Tensor]
-    device: torch.device
-    kv_shape: KVShape
-    layer_specs: list[AttentionSpec]
-    fixed_rows: int | None
-    has_pre_norm: bool
-    tapped: tuple[int, ...]
-    fallbacks: Fallbacks
-    runner: EagerRunner
-
-    @property
-    def serves(self) -> Callable[..., bool]:
-        """Whether the attention does all that the layers need over a cache."""
-
-    @property
-    def forward_eager(self) -> Callable[..., Forwarded]:
-        """A pass by PyTorch."""
-
-    @property
-    def compute_static(self) -> Callable[..., Forwarded]:
-        """A pass over a cache whose length is on the device."""
+if TYPE_CHECKING:
+    from tswift.forward.cpu.program import PassProgram
+    from tswift.forward.cuda.graphs import StaticPass
+    from tswift.forward.target import Target
 
 
 class EagerRunner:
@@ -61,15 +36,13 @@ class EagerRunner:
     """
 
     replays: bool = False
-    passes: Mapping[KVBuffer, Sequence[Any]] = {}
-    program: Any = None
+    passes: Mapping[KVBuffer, Sequence[StaticPass]] = {}
+    program: PassProgram | None = None
 
-    def __init__(self, target: Owner) -> None:
-        self._target = weakref.ref(
-            target
-        )  # a target that nobody has any more is free to go at once
+    def __init__(self, target: Target) -> None:
+        self._target = weakref.ref(target)  # one that nobody has any more is free to go at once
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EagerRunner:
+    def __deepcopy__(self, memo: dict[int, Target]) -> EagerRunner:
         return type(self)(memo[id(self.target)])  # a copied target's
 
     @property
@@ -80,7 +53,7 @@ class EagerRunner:
         return None
 
     @property
-    def target(self) -> Owner:
+    def target(self) -> Target:
         """Whose passes it makes."""
         target = self._target()
         assert target is not None
@@ -104,20 +77,11 @@ class EagerRunner:
         """The runner for caches of the dtype that the target has now."""
         return self
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
-    ) -> Forwarded:
+    def forward(self, nodes: Nodes) -> Forwarded:
         """As :meth:`~tswift.forward.target.Target.forward`."""
-        return self.target.forward_eager(tokens, positions, kv, ancestors, self.target.fixed_rows)
+        return self.target.forward_eager(nodes, self.target.fixed_rows)
 
-    def verify(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor,
-        follow: Callable[..., T],
-    ) -> tuple[Forwarded, Tensor, T] | None:
+    def verify(self, nodes: Nodes, draw: Callable[..., T]) -> tuple[Forwarded, Tensor, T] | None:
         """As :meth:`~tswift.forward.target.Target.verify`."""
         return None
 

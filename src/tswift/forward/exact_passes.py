@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from tswift.checking import Compared, difference
 from tswift.forward.cpu.products import multiplies_integers
 from tswift.forward.cuda.fused_layers import is_fused
 from tswift.forward.hf import watched
-from tswift.forward.passes import PROMPT_CHUNK, Forwarded
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded, Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import chunks, forward_wide
 from tswift.machine import available_bytes
@@ -65,13 +64,13 @@ def fingerprint(target: Target) -> str:
         tokens: Tensor, depths: Tensor, ancestors: Tensor | None, held: int = before
     ) -> Forwarded:
         kv.rewind(mark._replace(length=held))
-        return target.forward(tokens, before + depths, kv, ancestors)
+        return target.forward(Nodes(tokens, before + depths, kv, ancestors))
 
     def alone(depth: int) -> Forwarded:  # one by one, as plain decoding does
         found = forward(ids[:1], index[:1], None)
         for place in index[1 : depth + 1].split(1) if depth else ():
             kv.commit([0])
-            found = target.forward(ids[place], before + place, kv, None)
+            found = target.forward(Nodes(ids[place], before + place, kv))
         return found
 
     def repeated() -> Forwarded:  # the same token on every row
@@ -174,15 +173,14 @@ def _wide_and_narrow(target: Target, count: int) -> Iterator[Compared]:
     ids = torch.randint(target.vocab_size, (count,), generator=random).to(target.device)
     places = torch.arange(before, before + count, device=target.device)
     found = []
-    narrow = partial(target.forward, ancestors=None)
     for sizes, forward in (
         ([*_CHUNK_SIZES], partial(forward_wide, target)),
-        (target.fixed_rows, narrow),
+        (target.fixed_rows, target.forward),
     ):
         kv.length = before
         hidden = []
         for tokens, positions in zip(ids.split(sizes), places.split(sizes), strict=True):
-            hidden.append(forward(tokens, positions, kv).hidden)
+            hidden.append(forward(Nodes(tokens, positions, kv)).hidden)
             kv.advance(len(tokens))
         found.append([torch.cat(hidden), *(buffer[:, :, before:].clone() for buffer in kv.buffers)])
     yield "rows of wide ones", found[0], found[1]
@@ -227,7 +225,7 @@ def _outputs(
     """
     outputs: list[tuple[str, Tensor, Tensor]] = []
 
-    def see(name: str, inputs: tuple[Any, ...], out: Any) -> None:
+    def see(name: str, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         if inputs and all(
             isinstance(value, Tensor) and value.dim() == 3 for value in (inputs[0], out)
         ):
@@ -252,7 +250,7 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
         exact = target.kv_shape.dtype.itemsize < torch.float32.itemsize
         exact = (
             exact
-            or target.device.type == "cuda"
+            or target.on_cuda
             or target.runner.program is not None
             or multiplies_integers(target.model)
         )
@@ -265,7 +263,7 @@ def choose_fixed_rows(target: Target, attention: str, exact: bool | None) -> str
     if target.runner.program is not None:
         target.set_fixed_rows(target.runner.exact_rows)
     else:
-        wide = target.device.type == "cuda"
+        wide = target.on_cuda
         rows = ROWS // target.groups if wide else 0
         width = min(MAX_WIDTH, max(_LEAST_WIDTH, rows))
         target.set_fixed_rows(width, wide, wide and wide_text_has_the_bits)

@@ -289,9 +289,7 @@ class Tap:
 
 
 @contextmanager
-def watched(
-    modules: Mapping[str, nn.Module], see: Callable[[str, Any, Any], None]
-) -> Iterator[None]:
+def watched(modules: Mapping[str, nn.Module], see: Callable[..., None]) -> Iterator[None]:
     """Call a function with name, inputs and output of modules as they run."""
 
     def watch(name: str) -> Callable[[nn.Module, object, object], None]:

@@ -81,6 +81,6 @@ def _how_layers_run(target: Target) -> str:
         for part in ("attention", "features", "layers")
         if part in target.fallbacks
     ]
-    if not reasons and target.attention_features and target.device.type == "cuda":
+    if not reasons and target.attention_features and target.on_cuda:
         reasons = [f"they have {target.attention_features}"]
     return f"{EAGER}, as {reasons[0]}" if reasons else EAGER

@@ -25,6 +25,27 @@ Attending = Attention | BlockwiseAttention | AttentionByHeads
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """A draft tree, or a chain, that is forwarded in one pass over a text.
+
+    Attributes:
+        tokens, positions: ``[n]`` int64.
+        kv: the cache of the text before them; their own keys and values go to its scratch slots,
+            and nothing is committed.
+        ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row
+            itself; None where every node descends from all before it.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    kv: KVBuffer
+    ancestors: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass
 class Pass:
     """A pass in progress."""

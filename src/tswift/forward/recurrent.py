@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -279,14 +278,19 @@ def passing(run: StatePass) -> Iterator[None]:
 
 
 def _convolve(
-    run: StatePass, rows: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **_: Any
-) -> Any:
+    run: StatePass,
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: object,
+) -> Tensor:
     return run.convolve(rows, weight, bias, activation)
 
 
 def _recur(
-    run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
-) -> Any:
+    run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
+) -> tuple[Tensor, None]:
     return run.recur(query, key, value, g, beta), None
 
 
@@ -301,13 +305,13 @@ def _scan(
     D: Tensor,
     dt_bias: Tensor,
     dt_limit: tuple[float, float],
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
     return run.scan(inputs, steps, A, B, C, D)
 
 
-_OURS: dict[str, Callable[..., Any]] = {
+_OURS: dict[str, Callable[..., object]] = {
     "causal_conv1d_fn": _convolve,
     "torch_chunk_gated_delta_rule": _recur,
     "mamba2_chunk_scan": _scan,
@@ -326,9 +330,9 @@ def serve_states(network: PreTrainedModel) -> None:
                 setattr(modeling, function, _either(theirs, ours))
 
 
-def _either(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+def _either(theirs: Callable[..., object], ours: Callable[..., object]) -> Callable[..., object]:
     @wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         run = _running.get()
         return theirs(*args, **kwargs) if run is None else ours(run, *args, **kwargs)
 

@@ -49,7 +49,7 @@ from tswift.forward.hf import (
     output_rule,
     probe_attention,
 )
-from tswift.forward.passes import Attending, Forwarded, Pass, T, rows_of
+from tswift.forward.passes import Attending, Forwarded, Nodes, Pass, T, rows_of
 from tswift.forward.recurrent import (
     StatePass,
     StaticStatePass,
@@ -187,6 +187,11 @@ class Target:
         self._bounded = None if steps is None else weights_state(self.model)
 
     @property
+    def on_cuda(self) -> bool:
+        """Whether it is on a GPU, else it is on the CPU."""
+        return self.device.type == "cuda"
+
+    @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
         return self.runner.replays
@@ -214,7 +219,7 @@ class Target:
             self.tapped = tuple(layers or ())
             self._layer_taps = {layer: Tap(self._decoder.layers[layer]) for layer in {*self.tapped}}
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        forwarded = self.forward_eager(zero, zero, FullKV(self.kv_shape, 1))
+        forwarded = self.forward_eager(Nodes(zero, zero, FullKV(self.kv_shape, 1)))
         if norm is not None and not torch.equal(norm(forwarded.pre_norm), forwarded.hidden):
             raise UnsupportedModel("something after its final norm")
         taps = forwarded.layer_states
@@ -260,13 +265,7 @@ class Target:
 
     @torch.inference_mode()
     def compute_static(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        length: Tensor,
-        ancestors: Tensor | None,
-        batch_invariant: bool = False,
+        self, nodes: Nodes, length: Tensor, batch_invariant: bool = False
     ) -> Forwarded:
         """As :meth:`forward`, with the cache's length on the device (``[]`` int32), so that a graph
         serves any length.
@@ -278,22 +277,22 @@ class Target:
         gives it.
         """
 
-        nodes = len(tokens)
+        kv, count = nodes.kv, len(nodes)
         if batch_invariant:
-            rows = nodes
-            attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, nodes)
+            rows = count
+            attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, count)
         else:
-            rows = self._rows(self.fixed_rows, kv, nodes)
-            attend = _each(self._layouts, self.backend, length, nodes, ancestors)
+            rows = self._rows(self.fixed_rows, nodes)
+            attend = _each(self._layouts, self.backend, length, count, nodes.ancestors)
         special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
         states = None
         if kv.states is not None:
             kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
             assert kernel is not None
-            states = StaticStatePass(kv.states, nodes, ancestors, kernel)
+            states = StaticStatePass(kv.states, count, nodes.ancestors, kernel)
         write = partial(self._store, kv, length)
-        run = Pass(write, attend, special, nodes, rows, (kv, length), batch_invariant, states)
-        return self._compute(tokens, positions, run)
+        run = Pass(write, attend, special, count, rows, (kv, length), batch_invariant, states)
+        return self._compute(nodes, run)
 
     def _store(
         self, kv: KVBuffer, length: Tensor, layer: int, keys: Tensor, values: Tensor
@@ -303,71 +302,51 @@ class Target:
         return kv.keys[layer], kv.values[layer]
 
     @torch.inference_mode()
-    def forward(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
-    ) -> Forwarded:
-        """Forward the nodes of a tree in one pass;
-        their keys and values go to the cache's scratch slots.
-
-        Args:
-            tokens: ``[n]`` int64.
-            positions: ``[n]`` int64.
-            kv: the cache; nothing is committed.
-            ancestors: ``[n, n]`` bool, true where the column is an ancestor of the row, or the row
-                itself; None where every node descends from all before it.
+    def forward(self, nodes: Nodes) -> Forwarded:
+        """Forward the nodes of a tree in one pass.
 
         Raises:
             ValueError: there are more nodes than passes over the text have rows.
         """
-        return self.runner.forward(tokens, positions, kv, ancestors)
+        return self.runner.forward(nodes)
 
     def verify(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor,
-        follow: Callable[..., T],
-    ) -> tuple[Forwarded, Tensor, T] | None:
-        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them,
-        all by one C function.
+        self, nodes: Nodes, draw: Callable[..., T], by_program: bool
+    ) -> tuple[Forwarded, Tensor, T]:
+        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them.
 
-        Args:
-            tokens, positions, kv, ancestors: as for :meth:`forward`.
-            follow: draws, given the logits and the address of what they are computed from.
-
-        Returns:
-            None where no C function makes such passes.
+        ``by_program``: whether ``draw`` may also be given the address of what logits are computed
+        from: all is one C function then, where there is one for such passes.
         """
-        return self.runner.verify(tokens, positions, kv, ancestors, follow)
+        found = self.runner.verify(nodes, draw) if by_program else None
+        if found is not None:
+            return found
+        forwarded = self.forward(nodes)
+        logits = self.logits(forwarded.hidden)
+        return forwarded, logits, draw(logits)
 
     @torch.inference_mode()
-    def forward_eager(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor | None = None,
-        width: int | None = None,
-    ) -> Forwarded:
+    def forward_eager(self, nodes: Nodes, width: int | None = None) -> Forwarded:
         """As :meth:`forward`, by PyTorch whatever is prepared; in a pass over the text of so many
         rows, if any.
         """
-        nodes = len(tokens)
-        rows = self._rows(width, kv, nodes)
+        kv, ancestors = nodes.kv, nodes.ancestors
+        rows = self._rows(width, nodes)
         special: MaskedAttention | PerLayerAttention | None = None
-        given = kv.length, nodes, ancestors
+        given = kv.length, len(nodes), ancestors
         if width is None or not isinstance(kv, FullKV):
             known = attend = _each(self._layouts, self.backend, *given)
             if not self.serves(kv):
-                special = MaskedAttention(self.dtype, self.layer_specs, kv, positions, ancestors)
+                special = MaskedAttention(
+                    self.dtype, self.layer_specs, kv, nodes.positions, ancestors
+                )
         else:  # with attention whose rows are exact
             known = attend = _each(self._layouts, partial(exact_attention, self.backend), *given)
             if not self.serves():
                 known = _each(self._layouts, BatchInvariantAttention, *given)
         if self.attention_features and special is None:
             special = PerLayerAttention(known, self.layer_specs)
-        states = None if kv.states is None else StatePass(kv.states, nodes, ancestors)
+        states = None if kv.states is None else StatePass(kv.states, len(nodes), ancestors)
         write = kv.write
         if kv.shape.steps_behind:
             length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
@@ -378,21 +357,20 @@ class Target:
                 by_kernel = ours or special is None or not self.layer_specs[layer]
                 return (store if by_kernel else kv.write)(layer, keys, values)
 
-        return self._compute(
-            tokens, positions, Pass(write, attend, special, nodes, rows, states=states)
-        )
+        return self._compute(nodes, Pass(write, attend, special, len(nodes), rows, states=states))
 
-    def _rows(self, width: int | None, kv: KVBuffer, nodes: int) -> int:
+    def _rows(self, width: int | None, nodes: Nodes) -> int:
         """Rows of a pass: those of :func:`rows_of`, unless each has its bits by itself.
 
         Raises:
             ValueError: as that.
         """
-        rows = rows_of(width, kv, nodes)
-        return nodes if rows_stand_alone(self.model) else rows
+        rows = rows_of(width, nodes.kv, len(nodes))
+        return len(nodes) if rows_stand_alone(self.model) else rows
 
-    def _compute(self, tokens: Tensor, positions: Tensor, run: Pass) -> Forwarded:
+    def _compute(self, nodes: Nodes, run: Pass) -> Forwarded:
         """Call the decoder."""
+        tokens, positions = nodes.tokens, nodes.positions
         if run.rows > run.nodes:
             tokens, positions = (
                 F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions)

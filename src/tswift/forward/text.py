@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from tswift.caches import FullKV, KVBuffer
 from tswift.forward.cuda.graphs import StaticPass
 from tswift.forward.hf import output_of, watched
-from tswift.forward.passes import PROMPT_CHUNK, Forwarded
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded, Nodes
 from tswift.forward.target import Target
 
 OnProgress = Callable[[int, int], None]  # tokens forwarded so far, and to forward in all
 _REPLAYED = 4  # passes that follow each other from which on it pays to capture one
 
 
-def forward_wide(target: Target, tokens: Tensor, positions: Tensor, kv: FullKV) -> Forwarded:
+def forward_wide(target: Target, nodes: Nodes) -> Forwarded:
     """As :meth:`Target.forward`, of any number of tokens that follow each other; only where passes
     are replayed.
     """
-    length = torch.full((), kv.length, dtype=torch.int32, device=target.device)
-    return target.compute_static(tokens, positions, kv, length, None, batch_invariant=True)
+    length = torch.full((), nodes.kv.length, dtype=torch.int32, device=target.device)
+    return target.compute_static(nodes, length, batch_invariant=True)
 
 
 @torch.inference_mode()
@@ -49,7 +49,7 @@ def first_broken(target: Target, tokens: Sequence[int], kv: KVBuffer) -> tuple[s
     positions = torch.arange(kv.length, kv.length + len(tokens), device=target.device)
     ids = torch.tensor(tokens, device=target.device)
     with watched({name: part for name, part in model.named_modules() if part in parts}, look):
-        output_of(model)(target.forward_eager(ids, positions, kv).hidden)
+        output_of(model)(target.forward_eager(Nodes(ids, positions, kv)).hidden)
     return broken[0] if broken else None
 
 
@@ -86,9 +86,9 @@ def chunks(
                 if wide
                 else min(PROMPT_CHUNK, target.fixed_rows)
             )
-        chunk = torch.tensor(tokens[: min(width, end - start)], device=target.device)
+        ids = torch.tensor(tokens[: min(width, end - start)], device=target.device)
+        chunk = Nodes(ids, torch.arange(start, start + len(ids), device=target.device), kv)
         tokens = tokens[len(chunk) :]
-        positions = torch.arange(start, start + len(chunk), device=target.device)
         if (
             replayed is None
             and start >= prompt
@@ -97,13 +97,13 @@ def chunks(
         ):
             replayed = _replayed(target, kv)
         if wide:
-            forwarded = target.forward_eager(chunk, positions, kv)
+            forwarded = target.forward_eager(chunk)
         elif batch_invariant:
-            forwarded = forward_wide(target, chunk, positions, kv)
+            forwarded = forward_wide(target, chunk)
         elif replayed is not None and end - start > width and kv.capacity - start >= width:
-            forwarded = replayed(chunk, positions, None, start)
+            forwarded = replayed(chunk)
         else:  # the last pass, too: what it gives must outlive the program
-            forwarded = target.forward(chunk, positions, kv, None)
+            forwarded = target.forward(chunk)
         kv.commit(range(len(chunk)))
         yield forwarded
 

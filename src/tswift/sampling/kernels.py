@@ -19,7 +19,7 @@ def use_kernels(
     without CUDA, in Triton's interpreter.
     """
     device, vocab_size = sampler.newest.device, len(sampler.newest)
-    if device.type != "cuda" and not interpreted:
+    if not (sampler.newest.is_cuda or interpreted):
         return
     try:
         from tswift.sampling.sampler_check import triton_sampler_fault

@@ -230,7 +230,7 @@ class SamplingParams:
             raise InputError(f"must be 0 or at least 1e-100, got {self.temperature}", "temperature")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))  # JSON has lists
         for name in ("banned", "ends"):
-            ids: Any = getattr(self, name)
+            ids: object = getattr(self, name)
             if not isinstance(ids, tuple) or not all(
                 isinstance(token, Integral) and int(token) >= 0 for token in ids
             ):
@@ -450,7 +450,7 @@ def _enough(probs: Tensor, top_p: float) -> Tensor:
 
 
 # in the order of the reference
-_FILTERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+_FILTERS: dict[str, Callable[..., Tensor]] = {
     "min_p": _keep_min_p,
     "eta": _keep_eta,
     "top_k": _keep_top_k,

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 
 from tswift.sampling.parameters import LogitBias, SamplingParams, bias, constants, repeated, warp
 from tswift.sampling.sampler_c import MOST, CSampler, Drawn, c_sampler
+
+if TYPE_CHECKING:
+    from tswift.sampling.sampler_triton import TritonSampler
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -109,15 +112,13 @@ class _Rule:
         self._seed = seed
         self._tokens = tokens
         self._prompt = prompt
-        self.penalises = params.penalises
-        self.counts = params.counts
         self.repeats = params.repeats
         self.constants = constants(params, tokens.device)
         self.constants_after_lowering = constants(self.after_lowering, tokens.device)
         self.late = torch.tensor(params.late, dtype=torch.int64).to(tokens.device)
         self.first = prompt + params.min_tokens  # position where ends may be drawn
         # by candidates of a row, 0: draws
-        self.kernels: dict[tuple[torch.dtype, int], Any] = {}  # TritonSamplers
+        self.kernels: dict[tuple[torch.dtype, int], TritonSampler] = {}
 
     @functools.cached_property
     def program(self) -> CSampler | None:
@@ -148,6 +149,11 @@ class Sampler:
         counts: ``[V]`` float64, how often each token was generated, kept if that matters; changed
             in place.
         length: tokens in the text so far.
+        after_lowering: the parameters with what :meth:`lowered` has done left out.
+        penalises: whether the contextual penalty does anything.
+        counting: whether it matters how often tokens are in the generated text.
+        needs_positions: whether it matters where tokens are in the text.
+        kernels: those in use, by the dtype of logits and the number of candidates; 0 for the draw.
         fault: why :func:`~tswift.sampling.kernels.use_kernels` has left drawing or ranking to
             PyTorch; None if it has not.
     """
@@ -194,26 +200,11 @@ class Sampler:
         if params not in self._rules:
             self._rules[params] = _Rule(params, self.seed, self._tokens, self.prompt)
         self._rule = self._rules[params]
-
-    @property
-    def after_lowering(self) -> SamplingParams:
-        """The parameters with what :meth:`lowered` has done left out."""
-        return self._rule.after_lowering
-
-    @property
-    def penalises(self) -> bool:
-        """Whether the contextual penalty does anything."""
-        return self._rule.penalises
-
-    @property
-    def counting(self) -> bool:
-        """Whether it matters how often tokens are in the generated text."""
-        return self._rule.counts
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether it matters where tokens are in the text."""
-        return self._rule.penalises or self._rule.repeats
+        self.after_lowering = self._rule.after_lowering
+        self.kernels = self._rule.kernels
+        self.penalises = params.penalises
+        self.counting = params.counts
+        self.needs_positions = params.penalises or params.repeats
 
     def copy(self) -> Sampler:
         """A sampler in the same state, whose text grows by itself from here on."""
@@ -221,11 +212,6 @@ class Sampler:
         twin.newest = _copied(self.newest)
         twin.counts = _copied(self.counts)
         return twin
-
-    @property
-    def kernels(self) -> dict[tuple[torch.dtype, int], Any]:
-        """Kernels in use, by the dtype of logits and the number of candidates; 0 for the draw."""
-        return self._rule.kernels
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
@@ -416,12 +402,7 @@ class Sampler:
         logit does not count. Whatever the filters, the best score is not finite then, so that no
         other check (and wait) is needed.
         """
-        ranked = self._ranked(logits, 1, positions, seen)
-        return (
-            _best(self.scores(logits, seen, positions)).tolist()
-            if ranked is None
-            else _drawn(*ranked)
-        )
+        return _drawn(*self.candidates(logits, seen, positions, 1, drawn=True)).tolist()
 
     def draw_nodes(
         self,
@@ -429,78 +410,35 @@ class Sampler:
         nodes: Nodes,
         parents: list[int] | None = None,
         with_runner_up: bool = False,
+        verification: int | None = None,
     ) -> Drawn:
         """The tokens drawn after the nodes of a draft tree, for the host, which waits for them.
 
         With ``parents``, nodes that the drawn tokens do not lead to from the root may be left out:
-        they draw ``NO_TOKEN`` then. All else is as for :meth:`CSampler.follow`.
+        they draw ``NO_TOKEN`` then. Runners-up and leads over them are for drafts: Triton's kernels
+        may swap two tokens whose scores differ in the last place. All else is as for
+        :meth:`CSampler.follow`, which there has to be for a ``verification``.
         """
-        if parents is not None and self.program(logits.dtype) is not None:
-            followed = self.follow(logits, nodes, parents, with_runner_up=with_runner_up)
+        if parents is not None and (program := self.program(logits.dtype)) is not None:
+            newest = self.newest if self.needs_positions else None
+            counts = self.counts if self.counting else None
+            given = newest, counts, verification, with_runner_up
+            followed = program.follow(logits, nodes, parents, *given)
             if followed is not None:
                 return followed
-        if not with_runner_up and (self.lowered_dtype(logits.dtype), 0) in self._rule.kernels:
+        if not with_runner_up and (self.lowered_dtype(logits.dtype), 0) in self.kernels:
             return self.draw_rows(logits, *nodes).tolist(), []
         logits = self.lowered(logits, *nodes)
         seen = self.seen(*nodes)
         places = nodes[1] + 1
-        if with_runner_up:
-            return self.draw_with_runner_up(logits, seen, places)
-        return self.draw(logits, seen, places.tolist()), []
-
-    def follow(
-        self,
-        logits: Tensor,
-        nodes: Nodes,
-        parents: list[int],
-        verification: int | None = None,
-        with_runner_up: bool = False,
-    ) -> Drawn | None:
-        """As :meth:`CSampler.follow`, which there has to be."""
-        program = self.program(logits.dtype)
-        assert program is not None
-        newest = self.newest if self.needs_positions else None
-        counts = self.counts if self.counting else None
-        return program.follow(logits, nodes, parents, newest, counts, verification, with_runner_up)
-
-    def draw_with_runner_up(
-        self, logits: Tensor, seen: Tensor | None, positions: Sequence[int] | Tensor
-    ) -> Drawn:
-        """As :meth:`draw`, and for each row the runner-up and the lead over it in score: for
-        drafts.
-
-        Triton's kernels may swap two tokens whose scores differ in the last place.
-        """
-        ranked = self._ranked(logits, 2, positions, seen)
-        if ranked is None:
-            tokens, scores = self.candidates(logits, seen, positions, 2)
-            # together, as each tolist waits for the device; float64 holds every token id
-            ranked = torch.stack([tokens.double(), scores]).tolist()
-        leads = [
-            (int(pair[1]), first - second) for pair, (first, second) in zip(*ranked, strict=True)
-        ]
-        return _drawn(*ranked), leads
-
-    def _ranked(
-        self, logits: Tensor, count: int, positions: Sequence[int] | Tensor, seen: Tensor | None
-    ) -> list[list[list[float]]] | None:
-        """The best ``count`` tokens of each row and their scores, by the C program;
-        None if it does not take these.
-
-        PyTorch ranks rows of whose best token the program is unsure.
-        """
-        program = self.program(logits.dtype)
-        if program is None:
-            return None
-        places = positions.tolist() if isinstance(positions, Tensor) else positions
-        tokens, scores, unsure = program.rank(logits, count, places, seen)
-        ranked = [tokens.tolist(), scores.tolist()]
-        for row in unsure:
-            own = seen[row : row + 1] if seen is not None and len(seen) > 1 else seen
-            best = self.scores(logits[row : row + 1], own, places[row : row + 1]).topk(count)
-            ranked[0][row] = best.indices[0].tolist()
-            ranked[1][row] = best.values[0].tolist()
-        return ranked
+        if not with_runner_up:
+            return self.draw(logits, seen, places.tolist()), []
+        tokens, scores = self.candidates(logits, seen, places, 2, drawn=True)
+        # together, as each tolist waits for the device; float64 holds every token id
+        drawn, others, leads = torch.stack(
+            [_drawn(tokens, scores), tokens[:, 1], scores[:, 0] - scores[:, 1]]
+        ).tolist()
+        return [*map(int, drawn)], [*zip(map(int, others), leads, strict=True)]
 
     def program(self, dtype: torch.dtype) -> CSampler | None:
         """The C program that draws from logits of a dtype, if there is one."""
@@ -518,10 +456,12 @@ class Sampler:
         come next. ``[n]`` int64.
         """
         logits = self.lowered(logits, tokens, positions, ancestors)
-        fused = self._rule.kernels.get((logits.dtype, 0))
+        fused = self.kernels.get((logits.dtype, 0))
         if fused is not None and len(logits) <= fused.MAX_NODES:
             return fused.draw(logits, tokens, positions, ancestors, self.newest)
-        return _best(self.scores(logits, self.seen(tokens, positions, ancestors), positions + 1))
+        return _drawn(
+            *self._ranked(logits, self.seen(tokens, positions, ancestors), positions + 1, 1)
+        )
 
     def candidates(
         self,
@@ -529,6 +469,7 @@ class Sampler:
         seen: Tensor | None,
         positions: Sequence[int] | Tensor | None,
         count: int,
+        drawn: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The tokens most likely to be drawn, as guessed from a draft's logits, without a wait.
 
@@ -539,6 +480,8 @@ class Sampler:
             positions: ``[n]``, where the tokens will be drawn: ranked with the noise of that place.
                 None ranks them without noise.
             count: number of each row.
+            drawn: whether the first of each row is to be the one that is drawn, where not kernels
+                rank some others beside it.
 
         Returns:
             ``[n, count]`` tokens, best first, and their scores (float64), ``-inf`` for a token that
@@ -548,23 +491,45 @@ class Sampler:
         alike = (seen is None or len(seen) in (1, len(logits))) and (
             positions is None or len(positions) == len(logits)
         )
-        kernels = alike and not isinstance(positions, Sequence)
-        fused = self._rule.kernels.get((logits.dtype, count)) if kernels else None
+        fused = None
+        if alike and not isinstance(positions, Sequence) and not (drawn and count == 1):
+            fused = self.kernels.get((logits.dtype, count))
         program = self.program(logits.dtype) if alike and count <= MOST else None
         if program is not None and fused is None:
             places = positions.tolist() if isinstance(positions, Tensor) else positions
-            tokens, found, _ = program.rank(logits, count, places, seen)
-            return tokens, found
+            tokens, scores, unsure = program.rank(logits, count, places, seen)
+            for row in unsure if drawn else ():
+                own = seen[row : row + 1] if seen is not None and len(seen) > 1 else seen
+                place = places and places[row : row + 1]
+                ranked = self._ranked(logits[row : row + 1], own, place, count)
+                tokens[row], scores[row] = ranked
+            return tokens, scores
         if positions is not None and len(self._rule.late):
             there = torch.as_tensor(positions).to(logits.device, non_blocking=True)
             logits = self._without_early_ends(logits, there)
         if fused is not None:
+            assert not isinstance(positions, Sequence)
             return fused.candidates(logits, seen, positions, count)
+        return self._ranked(logits, seen, positions, count)
+
+    def _ranked(
+        self,
+        logits: Tensor,
+        seen: Tensor | None,
+        positions: Sequence[int] | Tensor | None,
+        count: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`candidates`, by PyTorch; of one, of equals it is the first."""
         scores = (
             self.warp(logits, seen) if positions is None else self.scores(logits, seen, positions)
         )
-        best = scores.topk(count)
-        return best.indices, best.values
+        if count > 1:
+            best = scores.topk(count)
+            return best.indices, best.values
+        # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that,
+        # and not for argmax
+        first = scores.argmax(-1, keepdim=True)
+        return first, scores.gather(-1, first)
 
 
 def _noise_blocks(seed: int, tokens: Tensor) -> Callable[[int], Tensor]:
@@ -574,19 +539,9 @@ def _noise_blocks(seed: int, tokens: Tensor) -> Callable[[int], Tensor]:
     )
 
 
-def _drawn(tokens: list[list[float]], scores: list[list[float]]) -> list[int]:
-    return [
-        int(row[0]) if math.isfinite(best[0]) else NO_TOKEN
-        for row, best in zip(tokens, scores, strict=True)
-    ]
-
-
-def _best(scores: Tensor) -> Tensor:
-    # not scores.max(-1): on a few thousand tokens PyTorch calls all threads together for that, and
-    # not for argmax
-    drawn = scores.argmax(-1, keepdim=True)
-    best = scores.gather(-1, drawn)
-    return torch.where(best.abs() < math.inf, drawn, NO_TOKEN).squeeze(-1)
+def _drawn(tokens: Tensor, scores: Tensor) -> Tensor:
+    """``[n]``: what is drawn where tokens ``[n, count]`` are the best, by their scores."""
+    return tokens[:, 0].where(scores[:, 0].abs() < math.inf, NO_TOKEN)
 
 
 def row_type(top: int) -> np.dtype[np.void]:

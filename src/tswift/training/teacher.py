@@ -19,6 +19,7 @@ from tswift.caches import FullKV
 from tswift.errors import DecodeError
 from tswift.files import open_own
 from tswift.forward.hf import output_of
+from tswift.forward.passes import Nodes
 from tswift.forward.target import Target
 from tswift.speculators.heads import lm_head_rows
 
@@ -53,7 +54,7 @@ def read_states(target: Target, ids: Tensor, positions: Tensor | None = None) ->
         for start in range(0, length, _FORWARDED_TOGETHER):
             part = slice(start, start + _FORWARDED_TOGETHER)
             with torch.autocast(target.device.type, enabled=False):
-                forwarded = target.forward(ids[row, part], positions[row, part], kv, None)
+                forwarded = target.forward(Nodes(ids[row, part], positions[row, part], kv))
             hidden[row, part] = forwarded.hidden
             kv.commit(range(len(ids[row, part])))
     return hidden

@@ -38,7 +38,7 @@ from tswift.forward.cpu.products import (
     library,
     multiply,
 )
-from tswift.forward.passes import PROMPT_CHUNK, Forwarded
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded, Nodes
 from tswift.models.codes import LEAST_BLOCK, quantize
 from tswift.native_build import parallel_region
 from tswift.sampling.sampler_c import Verification
@@ -215,61 +215,58 @@ class PassProgram:
         ordered = not self._windowed or isinstance(kv, FullKV)
         return fits and ordered and kv.shape.dtype == self._kv_dtype
 
-    def __call__(self, *given: Any) -> Forwarded:
+    def __call__(self, nodes: Nodes, pre_norm: bool, tapped: Sequence[int]) -> Forwarded:
         """As :meth:`~tswift.forward.target.Target.forward`; for the arguments see :meth:`begin`."""
-        run, forwarded = self.begin(*given)
+        run, forwarded = self.begin(nodes, pre_norm, tapped)
         self._library.tswift_forward(ctypes.byref(self._model), ctypes.byref(run))
         return forwarded
 
-    def verify(self, follow: Callable[..., T], *given: Any) -> tuple[Forwarded, Tensor, T]:
+    def verify(
+        self, draw: Callable[..., T], nodes: Nodes, pre_norm: bool, tapped: Sequence[int]
+    ) -> tuple[Forwarded, Tensor, T]:
         """As :meth:`~tswift.forward.target.Target.verify`; for the other arguments see
         :meth:`begin`.
         """
-        run, forwarded = self.begin(*given)
+        run, forwarded = self.begin(nodes, pre_norm, tapped)
         logits = torch.empty(run.nodes, self.lm_head_c.outputs, dtype=torch.float32)
         asked = self._verification
         asked.run = ctypes.addressof(run)
         asked.hidden = run.hidden
         asked.logits = logits.data_ptr()
-        return forwarded, logits, follow(logits, verification=ctypes.addressof(asked))
+        return forwarded, logits, draw(logits, verification=ctypes.addressof(asked))
 
     def begin(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor | None,
-        pre_norm: bool = False,
-        tapped: Sequence[int] = (),
+        self, nodes: Nodes, pre_norm: bool = False, tapped: Sequence[int] = ()
     ) -> tuple[ctypes.Structure, Forwarded]:
         """What the C function is to be called with for a pass, and where it will leave the result.
 
         Args:
-            tokens, positions, kv, ancestors: as for :meth:`~tswift.forward.target.Target.forward`.
+            nodes: as for :meth:`~tswift.forward.target.Target.forward`.
             pre_norm: whether the states before the final norm are asked for.
             tapped: the layers after which the states are.
         """
         kept, heads, width, hidden = self._shape
-        nodes = len(tokens)
-        states = torch.empty(2, nodes, hidden, dtype=torch.float32)
-        queries = torch.empty(kept, heads, nodes, width, dtype=torch.float32)
+        kv, count = nodes.kv, len(nodes)
+        states = torch.empty(2, count, hidden, dtype=torch.float32)
+        queries = torch.empty(kept, heads, count, width, dtype=torch.float32)
         layers = len(self._layers)
-        inner = torch.empty(layers, nodes, hidden, dtype=torch.float32) if tapped else None
-        tokens = tokens.contiguous()
-        positions = positions.contiguous()
-        ancestors = None if ancestors is None or nodes == 1 else ancestors.contiguous()
+        inner = torch.empty(layers, count, hidden, dtype=torch.float32) if tapped else None
+        tokens = nodes.tokens.contiguous()
+        positions = nodes.positions.contiguous()
+        ancestors = nodes.ancestors
+        ancestors = None if ancestors is None or count == 1 else ancestors.contiguous()
         run = C.Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
             *(each.data_ptr() for each in kv.buffers),
             0 if ancestors is None else ancestors.data_ptr(),
             states.data_ptr(),
-            states.data_ptr() + nodes * hidden * states.itemsize,
+            states.data_ptr() + count * hidden * states.itemsize,
             queries.data_ptr(),
             0 if inner is None else inner.data_ptr(),
             0,
             0 if kv.shape.steps is None else kv.shape.steps.data_ptr(),
-            nodes=nodes,
+            nodes=count,
             prefix=kv.length,
             by_layer=kv.buffers[0].stride(0),
             by_head=kv.buffers[0].stride(1),

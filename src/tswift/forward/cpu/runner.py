@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +11,12 @@ from torch import Tensor
 from tswift.caches import KVBuffer
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram
-from tswift.forward.eager import EagerRunner, Owner
-from tswift.forward.passes import Forwarded, T, rows_of
+from tswift.forward.eager import EagerRunner
+from tswift.forward.passes import Forwarded, Nodes, T, rows_of
 from tswift.native_build import Unbuilt
+
+if TYPE_CHECKING:
+    from tswift.forward.target import Target
 
 
 class CompiledRunner(EagerRunner):
@@ -26,7 +30,9 @@ class CompiledRunner(EagerRunner):
         Unbuilt: there is none here.
     """
 
-    def __init__(self, target: Owner) -> None:
+    program: PassProgram
+
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.program = PassProgram(target.model, target.kv_shape.dtype, target.layer_specs)
 
@@ -57,33 +63,22 @@ class CompiledRunner(EagerRunner):
         except Unbuilt:
             return EagerRunner(self.target)
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
-    ) -> Forwarded:
+    def forward(self, nodes: Nodes) -> Forwarded:
         """As :meth:`EagerRunner.forward`."""
-        target, nodes = self.target, len(tokens)
-        if not self.program.takes(kv, nodes, chain=ancestors is None):
-            return super().forward(tokens, positions, kv, ancestors)
-        if ancestors is not None:
-            rows_of(target.fixed_rows, kv, nodes)
-        return self.program(tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped)
+        target, chain = self.target, nodes.ancestors is None
+        if not self.program.takes(nodes.kv, len(nodes), chain):
+            return super().forward(nodes)
+        if not chain:
+            rows_of(target.fixed_rows, nodes.kv, len(nodes))
+        return self.program(nodes, target.has_pre_norm, target.tapped)
 
-    def verify(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        kv: KVBuffer,
-        ancestors: Tensor,
-        follow: Callable[..., T],
-    ) -> tuple[Forwarded, Tensor, T] | None:
+    def verify(self, nodes: Nodes, draw: Callable[..., T]) -> tuple[Forwarded, Tensor, T] | None:
         """As :meth:`EagerRunner.verify`."""
-        target, nodes = self.target, len(tokens)
-        if not self.program.takes(kv, nodes):
+        target = self.target
+        if not self.program.takes(nodes.kv, len(nodes)):
             return None
-        rows_of(target.fixed_rows, kv, nodes)
-        return self.program.verify(
-            follow, tokens, positions, kv, ancestors, target.has_pre_norm, target.tapped
-        )
+        rows_of(target.fixed_rows, nodes.kv, len(nodes))
+        return self.program.verify(draw, nodes, target.has_pre_norm, target.tapped)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As :meth:`EagerRunner.logits`."""

@@ -73,8 +73,8 @@ class KnownAngles(nn.Module):
 class FusedLayer(nn.Module):
     """A decoder layer by kernels, in passes of ours."""
 
-    input_layernorm: Any
-    post_attention_layernorm: Any
+    input_layernorm: FusedNorm
+    post_attention_layernorm: FusedNorm
     self_attn: Any
     mlp: Any
 
@@ -149,19 +149,19 @@ class FusedLayer(nn.Module):
         return rows.unsqueeze(0)
 
 
-def _normed(norm: Any, rows: Tensor) -> Tensor:
+def _normed(norm: FusedNorm, rows: Tensor) -> Tensor:
     from tswift.forward.cuda.layer_kernels import add_norm
 
     return add_norm(rows, None, norm.weight, norm.variance_epsilon)[1]
 
 
-def _hidden(rows: Tensor, squares: Tensor, norm: Any) -> Hidden:
+def _hidden(rows: Tensor, squares: Tensor, norm: FusedNorm) -> Hidden:
     from tswift.forward.cuda.layer_kernels import Hidden
 
     return Hidden(rows, squares, norm.weight, norm.variance_epsilon)
 
 
-def product_of(layer: Any) -> Product:
+def product_of(layer: nn.Linear) -> Product:
     """What a linear layer multiplies by."""
     from tswift.forward.cuda.layer_kernels import Product
 

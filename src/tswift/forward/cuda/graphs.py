@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tswift.caches import KVBuffer
 from tswift.errors import cause_of
-from tswift.forward.passes import Forwarded, T
+from tswift.forward.passes import Forwarded, Nodes, T
 
 # of passes that are captured; on an H200 one over 32 nodes takes 8% longer than one over 16 after
 # 4,096 tokens in bfloat16, and half as long again with weights of codes (results/h200)
 _CAPTURED_SIZES = (1, 8, 16, 32, 64)
 _SPOILED = "; a capture failed, after which this process may be unable to load other models"
-Compute = Callable[[Tensor, Tensor, KVBuffer, Tensor, "Tensor | None"], Forwarded]
+Compute = Callable[[Nodes, Tensor], Forwarded]
 Capture = Callable[[Callable[[], T]], Callable[[], T]]
 Replays = list[Callable[..., None]]
 
@@ -130,7 +130,6 @@ class StaticPass:
     ) -> None:
         device = kv.shape.device
         self.nodes = nodes
-        self._capacity = kv.capacity
         self._tokens = tokens = torch.zeros(nodes, dtype=torch.int64, device=device)
         self._positions = positions = torch.zeros_like(tokens)
         self._alone = torch.eye(nodes, dtype=torch.bool, device=device)
@@ -143,7 +142,7 @@ class StaticPass:
         def run() -> tuple[Forwarded, Replays]:
             held = owner()
             assert held is not None
-            out = compute(tokens, positions, held, length, ancestors)
+            out = compute(Nodes(tokens, positions, held, ancestors), length)
             return out, [] if held.states is None else held.states.replays
 
         self._run = run
@@ -157,28 +156,26 @@ class StaticPass:
             self._length.fill_(length)
             self._run, self._capture = self._capture(self._run), None
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, ancestors: Tensor | None, length: int
-    ) -> Forwarded:
-        """Forward a tree; arguments as for :meth:`tswift.forward.target.Target.forward`, and the
-        cache's length.
+    def __call__(self, nodes: Nodes) -> Forwarded:
+        """As :meth:`tswift.forward.target.Target.forward`, over this pass's cache.
 
         Raises:
             ValueError: there is no room for all ``nodes`` behind the cache's length.
         """
-        if length + self.nodes > self._capacity:
+        length = nodes.kv.length
+        if length + self.nodes > nodes.kv.capacity:
             raise ValueError(
-                f"a pass of {self.nodes} nodes does not fit behind {length} of {self._capacity} "
-                "slots"
+                f"a pass of {self.nodes} nodes does not fit behind {length} of "
+                f"{nodes.kv.capacity} slots"
             )
-        count = len(tokens)
-        self._tokens[:count].copy_(tokens)
-        self._positions[:count].copy_(positions)
+        count = len(nodes)
+        self._tokens[:count].copy_(nodes.tokens)
+        self._positions[:count].copy_(nodes.positions)
         self._ancestors.copy_(self._alone)
-        if ancestors is None:
+        if nodes.ancestors is None:
             self._ancestors[:count, :count].fill_(True).tril_()
         else:
-            self._ancestors[:count, :count].copy_(ancestors)
+            self._ancestors[:count, :count].copy_(nodes.ancestors)
         self._length.fill_(length)
         self.capture(length)
         out, replays = self._run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,7 +165,7 @@ def _compared(layer: Any, dtype: torch.dtype, codes: bool) -> Iterator[Compared]
     weight, eps = norm.weight, norm.variance_epsilon
     gate, up = mlp.gate_proj, mlp.up_proj
     coded = type(mlp.down_proj) is CodedLinear
-    kernels: Any = code_kernels if coded else layer_kernels
+    kernels: ModuleType = code_kernels if coded else layer_kernels
     product: Any = coded_product if coded else product_of
     source = torch.Generator().manual_seed(0)
 
@@ -232,7 +233,7 @@ def _heads(
     codes: bool,
     random: Callable[..., Tensor],
     empty: Callable[..., Tensor],
-    kernels: Any,
+    kernels: ModuleType,
     product: Callable[[Any], Any],
 ) -> Iterator[Compared]:
     """Heads that are rotated and stored, and their products."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
-
-from torch import Tensor
 
 from tswift.caches import KVBuffer
 from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.graphs import Graphs, StaticPass, sizes
-from tswift.forward.eager import EagerRunner, Owner
-from tswift.forward.passes import Forwarded, T
+from tswift.forward.eager import EagerRunner
+from tswift.forward.passes import Forwarded, Nodes, T
 from tswift.forward.recurrent import device_kernel
+
+if TYPE_CHECKING:
+    from tswift.forward.target import Target
 
 
 class ReplayedRunner(EagerRunner):
@@ -23,7 +25,7 @@ class ReplayedRunner(EagerRunner):
         graphs: what the graphs of the model share; None before the first, and without CUDA.
     """
 
-    def __init__(self, target: Owner) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.graphs: Graphs | None = None
@@ -56,21 +58,19 @@ class ReplayedRunner(EagerRunner):
         """As :meth:`EagerRunner.capture`: as one CUDA graph."""
         target = self.target
         if self.graphs is None:
-            if target.device.type != "cuda":
+            if not target.on_cuda:
                 return run
             self.graphs = Graphs(target.device)
         captured = self.graphs.capture(run)
         target.fallbacks.note("graphs", self.graphs.failure)
         return captured
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, kv: KVBuffer, ancestors: Tensor | None
-    ) -> Forwarded:
+    def forward(self, nodes: Nodes) -> Forwarded:
         """As :meth:`EagerRunner.forward`."""
-        passes = self.passes.get(kv, ())
+        passes = self.passes.get(nodes.kv, ())
         for static in passes:
-            if static.nodes >= len(tokens):
+            if static.nodes >= len(nodes):
                 for each in passes:  # all at once: a later capture would count as a slow step
-                    each.capture(kv.length)
-                return static(tokens, positions, ancestors, kv.length)
-        return super().forward(tokens, positions, kv, ancestors)
+                    each.capture(nodes.kv.length)
+                return static(nodes)
+        return super().forward(nodes)
