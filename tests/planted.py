@@ -387,7 +387,7 @@ FAULTS = [
     Fault("the reference reads unrounded keys", "caches.py", KV_DTYPE,
           "kind = self.rounds_to or self.dtype", "kind = self.dtype"),
     Fault("passes of the program are not exact by default", "forward/exact_passes.py", f"{KV_DTYPE}::test_a_run_from_before_there_was_a_choice_keeps_the_models_own",
-          'or target.device.type == "cuda"\n            or target.runner.program is not None', 'or target.device.type == "cuda"'),
+          'or target.on_cuda\n            or target.runner.program is not None', 'or target.on_cuda'),
     # other processors
     Fault("sums go backwards on AVX2 alone", "forward/cpu/products.c", f"{PROGRAM}::test_avx2_has_the_bits_of_avx512",
           "at + i * BLOCK * size, input + i, inputs, INPUTS",

@@ -159,8 +159,8 @@ def large_chunks(patch: Patch):
     def unpadded(target, nodes, width=None):
         kv, count = nodes.kv, len(nodes)
         exact = partial(exact_attention, target.backend)
-        attend = module._each(target._layouts, exact, kv.length, count, nodes.ancestors)
-        return target._compute(nodes, module.Pass(kv.write, attend, None, count, count))
+        attends = target._attends(exact, None, kv.length, count, nodes.ancestors)
+        return target._compute(nodes, module.Pass(kv.write, attends, count, count))
 
     for each in ("tests.lossless.models", "tswift.forward.exact_passes", "tswift.decoding.loop"):
         patch.setattr(f"{each}.chunks", chunks)

@@ -8,7 +8,7 @@ it, layers with windows, soft caps or sinks, and exact rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import ClassVar, Protocol
@@ -284,45 +284,6 @@ class ReferenceAttention(Attention):
         )[0]
 
 
-class AttentionByHeads:
-    """Attention of one pass whose layers have heads of several numbers and sizes:
-    for each of these its own.
-
-    ``attends`` are by the number of KV heads and the head size.
-    """
-
-    def __init__(self, attends: Mapping[tuple[int, int], Attention | BlockwiseAttention]) -> None:
-        self._attends: Mapping[tuple[int, int], Callable[..., Tensor]] = attends
-        self.PADDED = all(attend.PADDED for attend in attends.values())
-
-    def __call__(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, **wants: AttentionSpec
-    ) -> Tensor:
-        """As :meth:`Attention.__call__`."""
-        return self._attends[len(keys), keys.shape[-1]](query, keys, values, scale, **wants)
-
-
-class PerLayerAttention:
-    """Attention of one pass by a backend that itself does what each
-    layer's spec (``spec``) says.
-    """
-
-    def __init__(
-        self,
-        attend: Attention | BlockwiseAttention | AttentionByHeads,
-        spec: Sequence[AttentionSpec],
-    ) -> None:
-        self._attend: Callable[..., Tensor] = attend
-        self.layer_specs = spec
-        self.PADDED = attend.PADDED
-
-    def __call__(
-        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float
-    ) -> Tensor:
-        """As :meth:`Attention.__call__`, of one layer."""
-        return self._attend(query, keys, values, scale, spec=self.layer_specs[layer])
-
-
 class MaskedAttention:
     """Attention of one pass with windows, soft caps and sinks (``spec``, by layer),
     by masked products over blocks.
@@ -331,8 +292,6 @@ class MaskedAttention:
     cheap where it sees a window, as keys before the window are not read. The nodes, at
     ``positions`` ``[n]``, attend to a cache.
     """
-
-    PADDED: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -10,18 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tswift.attention.sdpa import (
-    Attention,
-    AttentionByHeads,
-    BlockwiseAttention,
-    MaskedAttention,
-    PerLayerAttention,
-)
 from tswift.caches import FullKV, KVBuffer
 from tswift.forward.recurrent import StatePass
 
 T = TypeVar("T")
-Attending = Attention | BlockwiseAttention | AttentionByHeads
+# of a layer: its attention, and whether a query may have more rows than there are nodes
+Attend = tuple[Callable[..., Tensor], bool]
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -53,9 +47,7 @@ class Pass:
     # puts a layer's new keys and values ``[kv heads, n, d]`` into the cache; returns what to attend
     # to
     write: Write
-    attend: Attending
-    # of layers with windows, soft caps or sinks, if there are any
-    special: MaskedAttention | PerLayerAttention | None
+    attends: Sequence[Attend]  # by layer
     nodes: int
     # number that it is padded to; nothing attends to the padding, and nothing of it is kept
     rows: int
@@ -88,16 +80,8 @@ class Pass:
         What the rows of the padding come to may be anything.
         """
         self.queries.append(query[:, : self.nodes])
-        special = (
-            self.special if self.special is not None and self.special.layer_specs[index] else None
-        )
-        padded = self.attend.PADDED if special is None else special.PADDED
-        if not padded:
-            query = query[:, : self.nodes]
-        if special is not None:
-            out = special(index, query, keys, values, scale)
-        else:
-            out = self.attend(query, keys, values, scale)
+        attend, padded = self.attends[index]
+        out = attend(query if padded else query[:, : self.nodes], keys, values, scale)
         missing = self.rows - out.shape[1]
         return F.pad(out, (0, 0, 0, missing)) if missing else out
 

@@ -7,7 +7,7 @@ of our own, and extra keyword arguments, which reach that function from the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -22,12 +22,9 @@ from transformers import PreTrainedModel
 from tswift.attention.backends import exact_attention
 from tswift.attention.sdpa import (
     Attention,
-    AttentionByHeads,
     BatchInvariantAttention,
     BlockwiseAttention,
-    Layout,
     MaskedAttention,
-    PerLayerAttention,
     ReferenceAttention,
     TreeAttention,
 )
@@ -49,7 +46,7 @@ from tswift.forward.hf import (
     output_rule,
     probe_attention,
 )
-from tswift.forward.passes import Attending, Forwarded, Nodes, Pass, T, rows_of
+from tswift.forward.passes import Attend, Forwarded, Nodes, Pass, T, rows_of
 from tswift.forward.recurrent import (
     StatePass,
     StaticStatePass,
@@ -117,6 +114,7 @@ class Target:
             serve_states(model)
         self.kv_shape: KVShape = probe.kv_shape(states)
         self._layouts = probe.layouts
+        self._layers = probe.kept
         # query heads per KV head, of layers where they are most
         self.groups = max(layout.groups for layout in self._layouts.values())
         self.runner = self._usual_runner()  # what makes its passes
@@ -280,18 +278,17 @@ class Target:
         kv, count = nodes.kv, len(nodes)
         if batch_invariant:
             rows = count
-            attend = _each(self._layouts, partial(BlockwiseAttention, self.backend), length, count)
+            attends = self._attends(partial(BlockwiseAttention, self.backend), None, length, count)
         else:
             rows = self._rows(self.fixed_rows, nodes)
-            attend = _each(self._layouts, self.backend, length, count, nodes.ancestors)
-        special = PerLayerAttention(attend, self.layer_specs) if self.attention_features else None
+            attends = self._attends(self.backend, None, length, count, nodes.ancestors)
         states = None
         if kv.states is not None:
             kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
             assert kernel is not None
             states = StaticStatePass(kv.states, count, nodes.ancestors, kernel)
         write = partial(self._store, kv, length)
-        run = Pass(write, attend, special, count, rows, (kv, length), batch_invariant, states)
+        run = Pass(write, attends, count, rows, (kv, length), batch_invariant, states)
         return self._compute(nodes, run)
 
     def _store(
@@ -332,32 +329,58 @@ class Target:
         """
         kv, ancestors = nodes.kv, nodes.ancestors
         rows = self._rows(width, nodes)
-        special: MaskedAttention | PerLayerAttention | None = None
-        given = kv.length, len(nodes), ancestors
+        masked: MaskedAttention | None = None
+        special: type[Attention] | None = None
         if width is None or not isinstance(kv, FullKV):
-            known = attend = _each(self._layouts, self.backend, *given)
+            attention: Callable[..., Attention] = self.backend
             if not self.serves(kv):
-                special = MaskedAttention(
+                masked = MaskedAttention(
                     self.dtype, self.layer_specs, kv, nodes.positions, ancestors
                 )
         else:  # with attention whose rows are exact
-            known = attend = _each(self._layouts, partial(exact_attention, self.backend), *given)
-            if not self.serves():
-                known = _each(self._layouts, BatchInvariantAttention, *given)
-        if self.attention_features and special is None:
-            special = PerLayerAttention(known, self.layer_specs)
+            attention = partial(exact_attention, self.backend)
+            special = None if self.serves() else BatchInvariantAttention
+        attends = self._attends(attention, special, kv.length, len(nodes), ancestors)
+        if masked is not None:
+            attends = [
+                (partial(masked, layer), False) if spec else attends[layer]
+                for layer, spec in enumerate(self.layer_specs)
+            ]
         states = None if kv.states is None else StatePass(kv.states, len(nodes), ancestors)
         write = kv.write
         if kv.shape.steps_behind:
             length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
             store = partial(self._store, kv, length)
-            ours = isinstance(special, PerLayerAttention) and known is attend
+            ours = masked is None and special is None
 
             def write(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-                by_kernel = ours or special is None or not self.layer_specs[layer]
+                by_kernel = ours or not self.layer_specs[layer]
                 return (store if by_kernel else kv.write)(layer, keys, values)
 
-        return self._compute(nodes, Pass(write, attend, special, len(nodes), rows, states=states))
+        return self._compute(nodes, Pass(write, attends, len(nodes), rows, states=states))
+
+    def _attends(
+        self,
+        usual: Callable[..., Attention | BlockwiseAttention],
+        special: Callable[..., Attention] | None,
+        *given: object,
+    ) -> list[Attend]:
+        """The attention of each layer in a pass; of windows, soft caps and sinks ``special``, if
+        the usual one is not.
+
+        Layers share it whose heads are of one number and size.
+        """
+        made: dict[object, Attention | BlockwiseAttention] = {}
+        found: list[Attend] = []
+        for layer, spec in zip(self._layers, self.layer_specs, strict=True):
+            heads = layer.heads, layer.head_dim
+            kind = special if special and spec else usual
+            if (kind, heads) not in made:
+                made[kind, heads] = kind(self._layouts[heads], *given)
+            attend: Callable[..., Tensor] = made[kind, heads]
+            padded = made[kind, heads].PADDED
+            found.append((partial(attend, spec=spec) if spec else attend, padded))
+        return found
 
     def _rows(self, width: int | None, nodes: Nodes) -> int:
         """Rows of a pass: those of :func:`rows_of`, unless each has its bits by itself.
@@ -419,15 +442,3 @@ class Target:
         if isinstance(layer, PackedEmbedding):
             return layer.scaled(tokens, scale)
         return F.embedding(tokens, layer.weight) * scale
-
-
-def _each(
-    layouts: Mapping[tuple[int, int], Layout],
-    attention: Callable[..., Attention | BlockwiseAttention],
-    *given: object,
-) -> Attending:
-    """An attention of a pass; where layers have heads of several numbers and sizes,
-    one for each of these.
-    """
-    made = {heads: attention(layout, *given) for heads, layout in layouts.items()}
-    return AttentionByHeads(made) if len(made) > 1 else next(iter(made.values()))
