@@ -201,7 +201,7 @@ class DeviceStepper(Stepper[_Proposed]):
             self._draft.committed(count)
 
     def _look_ahead(self) -> None:
-        if self._draft is not None and self._drafter.device_drafts_next and not self._drafted:
+        if self._draft is not None and self._drafter.device_drafts() and not self._drafted:
             self._launch_draft()
 
     def _capture(
@@ -241,7 +241,7 @@ class DeviceStepper(Stepper[_Proposed]):
         """
         if (
             self._draft is None
-            or not self._drafter.device_drafts_on
+            or not self._drafter.device_drafts(on=True)
             or self._context.recorder is not None
         ):
             return False

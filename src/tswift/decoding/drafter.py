@@ -166,6 +166,7 @@ class Context:
         digest: of each node of the path, what a :class:`LogitReader` keeps of its logits; None if
             that is to be asked.
         recorder: of the tokens' log-probabilities; None if nobody wants them.
+        drafting, passing: seconds that the last step took to propose a tree, and from then on.
     """
 
     text: list[int]
@@ -176,6 +177,8 @@ class Context:
     logits: Tensor | None = None
     digest: NDArray[np.float64] | None = None
     recorder: LogprobRecorder | None = None
+    drafting: float = 0.0
+    passing: float = 0.0
 
     @property
     def node(self) -> int:
@@ -301,6 +304,8 @@ class Drafter:
         depth: most tokens drafted along a path, by which alpha is divided.
         limit: most nodes of a draft tree, root included.
         histories: of the text, if sources use them.
+        host_proposes_too: whether the host proposes some trees although there is a draft on the
+            device.
         varies: whether how far it drafts along a path differs from step to step.
     """
 
@@ -309,6 +314,7 @@ class Drafter:
     limit: int = 1
     histories: Sequence[TextHistory] = ()
     varies: bool = field(default=False, kw_only=True)
+    host_proposes_too = False
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """The draft tree of the next step, which is to add ``max_new`` tokens at most."""
@@ -337,25 +343,16 @@ class Drafter:
         """A draft made by the device alone; None if the host proposes all trees."""
         return None
 
-    @property
-    def host_proposes_too(self) -> bool:
-        """Whether the host proposes some trees although there is a draft on the device."""
-        return False
+    def device_drafts(self, on: bool = False) -> bool:
+        """Whether the next tree is that of the draft on the device, where there is one.
 
-    @property
-    def device_drafts_next(self) -> bool:
-        """Whether the next tree is that of the draft on the device, where there is one."""
+        ``on``: and the tree after that, too, however many tokens the next step adds; the device may
+        then begin it without the host.
+        """
         return True
 
-    @property
-    def device_drafts_on(self) -> bool:
-        """Whether the device also drafts the tree after the next one, however many tokens the next
-        step adds; it may then begin that tree without the host.
-        """
-        return not self.host_proposes_too
-
     def begin_device_step(self, context: Context) -> bool:
-        """Begin a step, and return ``device_drafts_next``;
+        """Begin a step, and return :meth:`device_drafts`;
         where that is true, this is called in the place of :meth:`propose`.
         """
         return True

@@ -88,6 +88,7 @@ class Stepper(ABC, Generic[T]):
         context = self._context
         drafter = self._drafter
         proposed = self._propose(max_new)
+        drafted = time.perf_counter()
         walked = self._walk(proposed)
         if not walked.path and (root := self._without_draft(proposed)) is not None:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
@@ -106,6 +107,7 @@ class Stepper(ABC, Generic[T]):
         context.last = walked.forwarded
         context.path = walked.path
         context.logits = walked.logits
+        context.drafting, context.passing = drafted - started, time.perf_counter() - drafted
         drafter.committed(context)
         self._look_ahead()
         accepted = min(len(walked.path) - 1, len(kept))

@@ -278,6 +278,7 @@ class AdaptiveDrafter(Drafter):
     times: PassTimes = field(default_factory=PassTimes)
     clock: bool = False
     times_whole_steps: bool = False
+    host_proposes_too = True  # the trees of the other arms
 
     def __post_init__(self) -> None:
         self._names = list(self.arms)
@@ -288,7 +289,6 @@ class AdaptiveDrafter(Drafter):
         # drafts, of what they took beforehand to catch up, and of passes
         self._steps = self._length = 0
         self._drafting = self._overhead = self._passed = 0.0
-        self._passing = 0.0  # when the last pass began
         self._cold = _COLD_PASSES  # passes that do not count yet
         self._nodes = self._keys = 0  # of that
         # the arm that drafts on the device, and nodes of its tree
@@ -304,28 +304,17 @@ class AdaptiveDrafter(Drafter):
                 return draft
         return None
 
-    @property
-    def host_proposes_too(self) -> bool:
-        """As :attr:`Drafter.host_proposes_too`: the trees of the other arms."""
-        return True
-
-    @property
-    def device_drafts_next(self) -> bool:
-        """As :attr:`Drafter.device_drafts_next`."""
-        return self._drafters[self.bandit.chosen] is self._on_device
-
-    @property
-    def device_drafts_on(self) -> bool:
-        """As :attr:`Drafter.device_drafts_on`."""
+    def device_drafts(self, on: bool = False) -> bool:
+        """As :meth:`Drafter.device_drafts`."""
         # what reads other states than a digest of logits would find them overwritten
-        read = all(isinstance(each, LogitReader) for each in self.histories)
-        return self.device_drafts_next and self.bandit.stays and read
+        stays = self.bandit.stays and all(isinstance(each, LogitReader) for each in self.histories)
+        return self._drafters[self.bandit.chosen] is self._on_device and (stays or not on)
 
     def begin_device_step(self, context: Context) -> bool:
         """As :meth:`Drafter.begin_device_step`."""
-        if self.device_drafts_next:
+        if begins := self.device_drafts():
             self._verifies(self._begin(), context, self._device_nodes)
-        return self.device_drafts_next
+        return begins
 
     def _begin(self) -> Drafter:
         """Begin a step of the arm that was chosen."""
@@ -336,7 +325,6 @@ class AdaptiveDrafter(Drafter):
         """The draft is there, and a pass over so many nodes begins."""
         self._nodes = nodes
         self._keys = context.kv.length
-        self._passing = time.perf_counter()
         if not self.clock:
             self._drafting += drafter.draft_seconds(self.times.costs, context)
 
@@ -347,11 +335,8 @@ class AdaptiveDrafter(Drafter):
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        started = time.perf_counter()
         drafter = self._begin()
         tree = drafter.propose(context, max_new)
-        if self.clock:
-            self._drafting += time.perf_counter() - started
         self._verifies(drafter, context, len(tree))
         return tree
 
@@ -360,7 +345,8 @@ class AdaptiveDrafter(Drafter):
         if self._drafted is None:
             self._length = len(context.text)
             return
-        self._passed += time.perf_counter() - self._passing
+        self._passed += context.passing
+        self._drafting += context.drafting if self.clock else 0.0
         self._steps += 1
         drafter = self._drafters[self._drafted]
         drafter.learn(context)

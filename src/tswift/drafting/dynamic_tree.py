@@ -7,7 +7,6 @@ text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -275,11 +274,9 @@ class DynamicTreeDrafter(Drafter):
     budget: TreeBudget = field(default_factory=TreeBudget)
     _acceptance: AcceptanceEstimator = field(default_factory=AcceptanceEstimator)
     _drafted: tuple[CandidateTree, int] | None = None  # and the text's length then
-    _started: float = 0.0  # when the step under way did
 
     def propose(self, context: Context, max_new: int) -> DraftTree:
         """As :meth:`Drafter.propose`."""
-        self._started = time.perf_counter()
         tree = CandidateTree(context.text[-1], min(max_new - 1, self.depth), self._acceptance)
         self._drafted = tree, len(context.text)
         self.fill(tree, context)
@@ -298,5 +295,5 @@ class DynamicTreeDrafter(Drafter):
         if self._drafted is not None:
             tree, length = self._drafted
             tree.learn(context.text[length:])
-            self.budget.learn(len(context.text) - length, time.perf_counter() - self._started)
+            self.budget.learn(len(context.text) - length, context.drafting + context.passing)
             self._drafted = None
