@@ -8,7 +8,6 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -92,7 +91,7 @@ def choose(
     return name
 
 
-def exact_attention(attention: type[Attention], layout: Layout, *given: Any) -> Attention:
+def exact_attention(attention: type[Attention], layout: Layout, *given: object) -> Attention:
     """What attends in an exact pass: the backend itself,
     or stock operators where it has none for heads of a size.
     """
@@ -100,7 +99,8 @@ def exact_attention(attention: type[Attention], layout: Layout, *given: Any) -> 
 
     # to operators whose rows are not exact
     left = attention is NativeAttention and not takes(layout.width)
-    kind = attention if attention.EXACT and not left else BatchInvariantAttention
+    exact = attention.EXACT and not left
+    kind: Callable[..., Attention] = attention if exact else BatchInvariantAttention
     return kind(layout, *given)
 
 

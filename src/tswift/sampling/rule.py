@@ -215,29 +215,24 @@ class Sampler:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text whose last ``window`` are penalised."""
-        if self.needs_positions and tokens and self._on_host:
-            newest = self.newest.numpy()
-            for position, token in enumerate(tokens, start=self.length):
-                newest[token] = position
-        elif self.needs_positions and tokens:
-            ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
-            positions = torch.arange(
-                self.length, self.length + len(tokens), device=self.newest.device
-            )
-            self.newest.scatter_reduce_(0, ids, positions, "amax")
+        count = len(tokens)
         generated = tokens[max(0, self.prompt - self.length) :] if self.counting else ()
-        if generated and self._on_host:
-            counts = self.counts.numpy()
+        if self._on_host:
+            newest, counts = self.newest.numpy(), self.counts.numpy()
+            for position, token in enumerate(tokens if self.needs_positions else (), self.length):
+                newest[token] = position
             for token in generated:
                 counts[token] += 1
-        elif generated:
-            ids = torch.tensor(generated).to(self.counts.device, non_blocking=True)
-            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.float64))
-        self.length += len(tokens)
+        elif count and (self.needs_positions or generated):
+            ids = torch.tensor(tokens).to(self.newest.device, non_blocking=True)
+            positions = torch.arange(self.length, self.length + count, device=ids.device)
+            self.extend_rows(ids, positions, count)
+            self.count_rows(ids[count - len(generated) :], count)
+        self.length += count
 
-    def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor) -> None:
-        """As :meth:`extend`, of the first ``count`` (0-d int64) tokens ``[m]`` on the device, at
-        positions ``[m]``.
+    def extend_rows(self, tokens: Tensor, positions: Tensor, count: Tensor | int) -> None:
+        """As :meth:`extend`, of the first ``count`` tokens ``[m]`` on the device, at positions
+        ``[m]``; a tensor there is 0-d int64.
 
         Nothing is waited for, and ``length`` is the caller's to move on. Tokens after those may be
         ``NO_TOKEN``.
@@ -248,7 +243,7 @@ class Sampler:
                 0, self._ids(tokens), positions.where(appended, FAR), "amax"
             )
 
-    def count_rows(self, tokens: Tensor, count: Tensor) -> None:
+    def count_rows(self, tokens: Tensor, count: Tensor | int) -> None:
         """As :meth:`extend_rows`, for what was generated."""
         if self.counting:
             appended = torch.arange(len(tokens), device=tokens.device) < count

@@ -205,10 +205,9 @@ def norm_weight(norm: Any) -> Tensor:
     raise Unfit("it has norms that are no RMS norms")
 
 
-def in_float32(weight: Any) -> Tensor:
+def in_float32(weight: Tensor) -> Tensor:
     """A parameter's numbers."""
-    numbers: Tensor = weight.detach().to(torch.float32)
-    return numbers
+    return weight.detach().to(torch.float32)
 
 
 def _size(norm: Any) -> int:
@@ -272,7 +271,7 @@ def _recurrent_layer(layer: nn.Module) -> LayerParts:
 
 
 def _around(
-    layer: Any, linears: Mapping[str, Any], norms: Mapping[str, Any]
+    layer: nn.Module, linears: Mapping[str, Any], norms: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """A layer's linear layers and norms, given those of its attention."""
     mlp = getattr(layer, "mlp", None)

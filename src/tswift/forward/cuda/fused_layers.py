@@ -218,7 +218,9 @@ def head_norms(module: Any) -> tuple[tuple[Tensor | None, Tensor | None], float]
     return (module.q_norm.weight, module.k_norm.weight), module.q_norm.variance_epsilon
 
 
-def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], str | None]) -> str | None:
+def fuse(
+    network: PreTrainedModel, check: Callable[[FusedLayer, torch.dtype], str | None]
+) -> str | None:
     """Let kernels compute what is between the products of a network's layers,
     whose weights are frozen.
 
@@ -249,7 +251,7 @@ def fuse(network: PreTrainedModel, check: Callable[[Any, torch.dtype], str | Non
     return None
 
 
-def layers_by_form(network: PreTrainedModel) -> list[Any]:
+def layers_by_form(network: PreTrainedModel) -> list[FusedLayer]:
     """A layer of each form that a network has: in files of 4 bits some layers have more of them."""
     found = {
         tuple(each.packed.form for each in _linears(layer) if type(each) is CodedLinear): layer
@@ -339,7 +341,7 @@ def _unfit(network: PreTrainedModel) -> str | None:
     return None
 
 
-def _linears(layer: Any) -> list[Any]:
+def _linears(layer: FusedLayer) -> list[Any]:
     attention, mlp = layer.self_attn, layer.mlp
     own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return [*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj]

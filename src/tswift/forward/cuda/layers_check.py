@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tswift.caches import FullKV, KVShape
 from tswift.checking import Compared, difference
 from tswift.forward.cuda.coded import CodedLinear
-from tswift.forward.cuda.fused_layers import coded_product, head_norms, product_of
+from tswift.forward.cuda.fused_layers import FusedLayer, coded_product, head_norms, product_of
 from tswift.forward.recurrence import neighbours_sum
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def added_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.inference_mode()
-def layer_fault(layer: Any, dtype: torch.dtype, codes: bool = False) -> str | None:
+def layer_fault(layer: FusedLayer, dtype: torch.dtype, codes: bool = False) -> str | None:
     """What kernels compute otherwise than plain PyTorch on random rows of a layer's sizes, a bit or
     products that are far apart, or otherwise the second time; None if they do not. With ``codes``
     keys and values are stored as these.
@@ -155,7 +155,7 @@ def _rounded(sums: Tensor, wide: Tensor) -> Compared:
     return "products", sums.double().sum(0), wide, _ROUNDED * wide.abs().max()
 
 
-def _compared(layer: Any, dtype: torch.dtype, codes: bool) -> Iterator[Compared]:
+def _compared(layer: FusedLayer, dtype: torch.dtype, codes: bool) -> Iterator[Compared]:
     """All that kernels compute in a layer, and that products of a row have the same bits again, and
     among other rows.
     """
@@ -166,7 +166,7 @@ def _compared(layer: Any, dtype: torch.dtype, codes: bool) -> Iterator[Compared]
     gate, up = mlp.gate_proj, mlp.up_proj
     coded = type(mlp.down_proj) is CodedLinear
     kernels: ModuleType = code_kernels if coded else layer_kernels
-    product: Any = coded_product if coded else product_of
+    product: Callable[..., object] = coded_product if coded else product_of
     source = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -234,7 +234,7 @@ def _heads(
     random: Callable[..., Tensor],
     empty: Callable[..., Tensor],
     kernels: ModuleType,
-    product: Callable[[Any], Any],
+    product: Callable[..., object],
 ) -> Iterator[Compared]:
     """Heads that are rotated and stored, and their products."""
     from tswift.forward.cuda.code_kernels import head_width
