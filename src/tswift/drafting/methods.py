@@ -70,6 +70,7 @@ _T = TypeVar("_T")
 class Models:
     """What a method drafts with."""
 
+    method: Method
     target: Target  # the model whose tokens are wanted
     heads: Heads | None  # of the target
     draft: Target | None  # a smaller model with the same vocabulary
@@ -100,7 +101,7 @@ def tokenswift(models: Models, options: DraftOptions) -> Drafter:
     """
     full = _filled(models.target, options.tree, options.nodes)
     others = [] if full else _reuse_sources(options, below=1)
-    return _of_heads(models, options, _self_draft(models.target, options), others)
+    return _of_heads(models, options, _self_draft(models, options), others)
 
 
 def _of_heads(
@@ -194,7 +195,7 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     elif models.history is not None:
         inner = recall(models, limited)
     inner.histories = ()  # kept up for the tree that the chain is verified in
-    draft_model = _self_draft(models.target, options, gamma, INNER_NODES)
+    draft_model = _self_draft(models, options)
     budget = _budget(models, options)
     chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.costs)
     return replace(_pruned(models, options, 0, [chain], budget), depth=min(gamma, nodes - 1))
@@ -284,7 +285,7 @@ def _reuse_sources(options: DraftOptions, below: int) -> list[ReuseSource]:
 
 def magicdec(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target itself over less than its full cache, as a rule."""
-    return _chain("self", _self_draft(models.target, options, _set(options.gamma)), options)
+    return _chain("self", _self_draft(models, options), options)
 
 
 def standalone(models: Models, options: DraftOptions) -> Drafter:
@@ -296,25 +297,32 @@ def triforce(models: Models, options: DraftOptions) -> Drafter:
     """A chain decoded by the target over retrieved keys, itself drafted by a smaller model."""
     small = _small_draft(models, options, between=True)
     inner = _chain("model", small, replace(options, gamma=options.inner_gamma))
-    draft_model = _self_draft(
-        models.target, options, _set(options.gamma), inner.limit, kv="retrieval"
-    )
-    return _chain("retrieval", draft_model, options, inner)
+    return _chain("retrieval", _self_draft(models, options), options, inner)
 
 
-def _self_draft(
-    target: Target, options: DraftOptions, chain: int = 0, nodes: int = 1, kv: str | None = None
-) -> DraftModel:
-    """The target itself over what ``--kv`` says, with room for a chain,
-    each of its passes over so many nodes.
+def _self_draft(models: Models, options: DraftOptions) -> DraftModel:
+    """The target itself over what ``--kv`` says, or over retrieved keys,
+    with room for the method's chain.
     """
-    kv = kv or _set(options.kv)
-    if kv == FULL:
+    target = models.target
+    if options.kv == FULL:
         return DraftModel(target)
+    policy = POLICIES[options.kv or "retrieval"]
+    (chain, nodes) = _ahead(models.method, options)
     cache = PartialKV(
-        target.kv_shape, _set(options.budget), _set(options.sinks), POLICIES[kv], chain + nodes
+        target.kv_shape, _set(options.budget), _set(options.sinks), policy, chain + nodes
     )
     return PartialDraftModel(target, cache, nodes)
+
+
+def _ahead(method: Method, options: DraftOptions) -> tuple[int, int]:
+    """Tokens of the chain that the target decodes over a partial cache,
+    and most nodes of its passes over that.
+    """
+    # in a tree it counts levels of heads
+    chain = 0 if method.gamma is None else options.gamma or method.gamma
+    inner = options.inner_gamma if "inner_gamma" in method.uses else 0
+    return chain, INNER_NODES if "heads" in method.may_use else 1 + inner
 
 
 def _small_draft(models: Models, options: DraftOptions, between: bool = False) -> DraftModel:
@@ -660,12 +668,13 @@ def make_drafter(
     Raises:
         InputError: as :func:`resolve`.
     """
-    options = resolved(find_method(name), target, heads, options, draft is not None)
+    method = find_method(name)
+    options = resolved(method, target, heads, options, draft is not None)
     history = LogitHistory(target, options.shared_noise, options.recall) if options.recall else None
     positions = positions or target.max_positions
-    models = Models(target, heads, draft, positions, costs, history)
+    models = Models(method, target, heads, draft, positions, costs, history)
     drafter = BUILDERS[name](models, options)
-    drafter.varies |= varies(find_method(name), options)
+    drafter.varies |= varies(method, options)
     return drafter
 
 
@@ -683,11 +692,7 @@ def cache_slots(
     window = 0
     budget = options.budget or method.budget
     if method.drafts_itself and options.kv != FULL and (options.kv or method.name != AUTO_METHOD):
-        # in a tree it counts levels of heads
-        chain = 0 if method.gamma is None else options.gamma or method.gamma
-        nodes = INNER_NODES if "heads" in method.may_use else 1
-        inner = options.inner_gamma if "inner_gamma" in method.uses else 0
-        partial = budget + chain + nodes + inner
+        partial = budget + sum(_ahead(method, options))
     if "draft_model" in method.loads and options.gamma is not None:
         own = _standalone_options(options) if method.name == AUTO_METHOD else options
         held, ahead = _small_cache_size(own, positions, between="inner_gamma" in method.uses)
