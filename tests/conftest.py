@@ -4,11 +4,15 @@ saved in the format of real checkpoints.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,14 +28,34 @@ if TYPE_CHECKING:
 # run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# compiled C of the week before, called by its sources and checked when it is loaded
+COMPILED = Path(__file__).parents[1] / "build" / "compiled"
+
+
+def _hand_on(libraries: Path, folder: Path):
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for file in libraries.glob("*.s[oh]*"):
+        if time.time() - file.stat().st_mtime < 7 * 24 * 3600:
+            shutil.copy2(file, folder)
+
+
+def _end(cache: Path):
+    _hand_on(cache / "tswift", COMPILED)
+    shutil.rmtree(cache)
+
+
 # What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs
 # would find it. Test processes that run side by side or that tests start share it, as each head
 # size takes the compiler two seconds.
 if "TSWIFT_TESTS_CACHE" not in os.environ:
-    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
-        prefix="tswift-cache-"
-    )
-    os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "datasets")
+    _CACHE = tempfile.mkdtemp(prefix="tswift-cache-")
+    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(_CACHE, "datasets")
+    _hand_on(COMPILED, Path(_CACHE, "tswift"))
+    atexit.register(_end, Path(_CACHE))
+    # or each process compiles all sources and tests anew
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 import torch
 
@@ -215,15 +239,17 @@ def make_checkpoint(folder: Path, **changes) -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def known_machine() -> Iterator[None]:
     """No second is spent on measuring this machine for a benchmark of a tiny model,
-    or on what its steps cost: each is taken once.
+    or on what its steps cost: each is taken once; git is asked once.
     """
     import tswift.benchmarking.run as module
+    from tswift import machine
     from tswift.benchmarking.roofline import Machine
     from tswift.drafting import costs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "machine_for", lambda model: Machine(bandwidth=2e10, flops=1e11))
         patch.setattr(costs, "_REPEATS", (1, 1))
+        patch.setattr(machine, "_git_commit", functools.cache(machine._git_commit))
         yield
 
 

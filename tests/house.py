@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import itertools
 import re
@@ -55,16 +56,21 @@ _WARM, _STEADY = 120, 12  # steps that are skipped, and looked at
 _SETTERS = ("setattr", "__setattr__")
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The syntax of a file: its module, and all below."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def tokens_of(path: Path) -> int:
     """Tokens of a Python file, comments, layout and docstrings left out."""
-    source = path.read_text()
     docstrings = {
         node.body[0].lineno
-        for node in ast.walk(ast.parse(source))
+        for node in nodes_of(path)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and ast.get_docstring(node) is not None
     }
-    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     return sum(
         token.type not in _LAYOUT
         and not (token.type == tokenize.STRING and token.start[0] in docstrings)
@@ -74,7 +80,7 @@ def tokens_of(path: Path) -> int:
 
 def functions_of(path: Path) -> Iterator[tuple[int, str]]:
     """The functions of a file: lines of code without the docstring, and where they are."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             body = node.body[ast.get_docstring(node) is not None :]
             lines = 0 if not body else (body[-1].end_lineno or 0) - body[0].lineno + 1
@@ -88,15 +94,13 @@ def uses_of_any(path: Path) -> int:
     """How often a file says ``Any``, other than to import it."""
     return sum(
         isinstance(node, ast.Name) and node.id == "Any"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
     )
 
 
 def methods_of(name: str, path: Path) -> list[str]:
     """The methods and properties of a class."""
-    found = [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
-    ]
+    found = [node for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     body = next(node.body for node in found if node.name == name)
     return [node.name for node in body if isinstance(node, ast.FunctionDef)]
 
@@ -110,7 +114,7 @@ def set_from_outside(name: str, path: Path) -> list[str]:
         ].endswith(name)
 
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, (ast.Store, ast.Del))
@@ -151,7 +155,7 @@ def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
 def imports_of(path: Path) -> set[str]:
     """The modules of ours that a file imports, also later, or for types alone."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tswift"):
             module = (node.module or "").removeprefix("tswift").lstrip(".")
             names |= {module} | {f"{module}.{alias.name}".lstrip(".") for alias in node.names}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import tswift
+from tests.house import nodes_of
 from tests.walk import OPTIONAL
 
 ROOT = Path(tswift.__file__).parent
@@ -37,13 +38,15 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 def imported(path: Path) -> set[str]:
     """The packages of ours that a module imports, also within functions, but for types alone."""
     found = set()
-    tree = ast.parse(path.read_text())
-    tree.body = [
-        node
-        for node in tree.body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
-    for node in ast.walk(tree):
+    for_types = {
+        below
+        for node in nodes_of(path)[0].body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for below in ast.walk(node)
+    }
+    for node in nodes_of(path):
+        if node in for_types:
+            continue
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module == "tswift":
@@ -65,7 +68,7 @@ def test_every_package_has_its_place():
 
 def test_every_room_says_what_it_is_for():
     for path in ROOT.rglob("__init__.py"):
-        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        said = ast.get_docstring(nodes_of(path)[0]) or ""
         assert "\n\n" in said, f"{path.relative_to(ROOT)} has no paragraph"
         inside = {module.stem for module in path.parent.glob("*.py")}
         assert path.parent == ROOT or inside & set(re.findall(r"\w+", said)), path
@@ -85,7 +88,7 @@ def test_imports_point_down():
 
 def outside(path: Path) -> set[str]:
     """The packages of others that a module imports, also within functions."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "tswift", ""}
