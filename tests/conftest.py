@@ -4,7 +4,6 @@ saved in the format of real checkpoints.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import os
@@ -28,31 +27,16 @@ if TYPE_CHECKING:
 # run side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# compiled C of the week before, called by its sources and checked when it is loaded
-COMPILED = Path(__file__).parents[1] / "build" / "compiled"
-
-
-def _hand_on(libraries: Path, folder: Path):
-    folder.mkdir(0o700, parents=True, exist_ok=True)
-    for file in libraries.glob("*.s[oh]*"):
-        if time.time() - file.stat().st_mtime < 7 * 24 * 3600:
-            shutil.copy2(file, folder)
-
-
-def _end(cache: Path):
-    _hand_on(cache / "tswift", COMPILED)
-    shutil.rmtree(cache)
-
-
 # What passes cost, and compiled C, is remembered by the tests, and not where the user's own runs
 # would find it. Test processes that run side by side or that tests start share it, as each head
 # size takes the compiler two seconds.
-if "TSWIFT_TESTS_CACHE" not in os.environ:
-    _CACHE = tempfile.mkdtemp(prefix="tswift-cache-")
-    os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = _CACHE
-    os.environ["HF_DATASETS_CACHE"] = os.path.join(_CACHE, "datasets")
-    _hand_on(COMPILED, Path(_CACHE, "tswift"))
-    atexit.register(_end, Path(_CACHE))
+if "TSWIFT_TESTS_CACHE" in os.environ:
+    _CACHE = None
+else:
+    _CACHE = os.environ["TSWIFT_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(
+        prefix="tswift-cache-"
+    )
+    os.environ["HF_DATASETS_CACHE"] = os.path.join(os.environ["XDG_CACHE_HOME"], "datasets")
     # or each process compiles all sources and tests anew
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -83,6 +67,28 @@ else:
 # Without a GPU, Triton kernels are interpreted; that is decided when triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure():
+    if _CACHE:
+        _hand_on(_COMPILED, Path(_CACHE, "tswift"))
+
+
+def pytest_unconfigure():
+    if _CACHE:
+        _hand_on(Path(_CACHE, "tswift"), _COMPILED)
+        shutil.rmtree(_CACHE)
+
+
+_COMPILED = Path(__file__).parents[1] / "build" / "compiled"
+
+
+def _hand_on(libraries: Path, folder: Path):
+    """Compiled C of the last days, called by its sources and checked when it is loaded."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    for file in libraries.glob("*.s[oh]*"):
+        if time.time() - file.stat().st_mtime < 3 * 24 * 3600:
+            shutil.copy2(file, folder)
 
 
 def pytest_collection_finish():

@@ -92,10 +92,7 @@ def functions_of(path: Path) -> Iterator[tuple[int, str]]:
 
 def uses_of_any(path: Path) -> int:
     """How often a file says ``Any``, other than to import it."""
-    return sum(
-        isinstance(node, ast.Name) and node.id == "Any"
-        for node in nodes_of(path)
-    )
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes_of(path))
 
 
 def methods_of(name: str, path: Path) -> list[str]:

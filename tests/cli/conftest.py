@@ -73,6 +73,7 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
     """
     import tswift.jobs.job
     import tswift.jobs.verification
+    import tswift.machine
     from tswift.loading import model as loading
 
     real = loading.load_model
@@ -90,6 +91,8 @@ def load_once() -> Iterator[Callable[..., LoadedModel]]:
         ]:
             if getattr(module, "load_model", None) is real:
                 patch.setattr(module, "load_model", cached)
+        # asks git, which takes longer
+        patch.setattr(tswift.machine, "_output", lambda command: None)
         yield cached
 
 
