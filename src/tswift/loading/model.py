@@ -378,7 +378,7 @@ def _prepare(
 def _slowness(plan: ModelPlan) -> str | None:
     """Why there is no C program here, where that would make the model's passes."""
     serves = plan.asked.attention in ("auto", "native") and plan.dtype.itemsize <= 4
-    if plan.device.type != "cpu" or not (plan.coded or (serves and plan.program_expected)):
+    if not plan.on_cpu or not (plan.coded or (serves and plan.program_expected)):
         return None
     try:
         library()
@@ -445,7 +445,7 @@ def _load_network(
                 other_dtype = dtype_note(plan.config, plan.held or plan.dtype)
             tell(f"reading {model}")
         network = read_network(plan)
-        kept = plan.device.type == "cpu" and not plan.simulated
+        kept = plan.on_cpu and not plan.simulated
         products = multiplies_integers(network)
         checks, weights = NO_CHECKS, None
         if kept:

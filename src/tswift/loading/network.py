@@ -48,7 +48,7 @@ def read_network(plan: ModelPlan) -> PreTrainedModel:
 
 def _placed(plan: ModelPlan) -> bool:
     """Whether transformers quantises weights on the way to the device: all of them need not fit."""
-    return plan.quantization is not None and plan.device.type == "cuda"
+    return plan.quantization is not None and not plan.on_cpu
 
 
 def _try_codes(network: nn.Module, plan: ModelPlan) -> None:
@@ -113,9 +113,7 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         plan.checkpoint.source,
         config=config,
         # a configuration need not state the dtype: the weights do
-        dtype="auto"
-        if plan.asked.dtype == "auto" and plan.device.type == "cuda"
-        else plan.held or plan.dtype,
+        dtype="auto" if plan.asked.dtype == "auto" and not plan.on_cpu else plan.held or plan.dtype,
         use_safetensors=True,
         output_loading_info=True,
         device_map=plan.device if _placed(plan) else None,

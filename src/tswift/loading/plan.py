@@ -83,6 +83,11 @@ class ModelPlan:
         return self.checkpoint.simulated
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether a CPU makes the passes."""
+        return self.device.type == "cpu"
+
+    @property
     def coded(self) -> str:
         """What kind of codes the matrices will be; empty for floats."""
         return _coded(self.asked, self.checkpoint)
@@ -90,7 +95,7 @@ class ModelPlan:
     @property
     def quantization(self) -> str | None:
         """How its weights stay quantised by another library; None for numbers and codes of ours."""
-        return _quantised(self.config, self.device)
+        return _quantised(self.config, self.on_cpu)
 
     @property
     def heads_found(self) -> Path | None:
@@ -285,14 +290,12 @@ def _coded(asked: ModelConfig, checkpoint: Checkpoint) -> str:
     return "" if checkpoint.gguf is None else checkpoint.gguf.kinds
 
 
-def _quantised(config: PreTrainedConfig, device: torch.device) -> str | None:
-    """Name of the method by which weights stay quantised on a device; FP8 with scales of blocks is
+def _quantised(config: PreTrainedConfig, on_cpu: bool) -> str | None:
+    """Name of the method by which weights stay quantised; FP8 with scales of blocks is
     multiplied by newer cards alone, and transformers makes plain numbers of it elsewhere.
     """
     own = own_quantization(config)
-    if own == "fp8" and not (
-        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    ):
+    if own == "fp8" and (on_cpu or torch.cuda.get_device_capability() < (8, 9)):
         return None
     return own
 
@@ -300,7 +303,7 @@ def _quantised(config: PreTrainedConfig, device: torch.device) -> str | None:
 def _packs(asked: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether C products can hold a model's matrices here: they are plain numbers."""
     config = checkpoint.config
-    if _coded(asked, checkpoint) or _quantised(config, torch.device("cpu")) is not None:
+    if _coded(asked, checkpoint) or _quantised(config, True) is not None:
         return False
     if asked.attention not in ("auto", "native"):
         return False
