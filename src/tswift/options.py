@@ -147,7 +147,7 @@ def check_options(options: Any) -> None:
     InputError names the first wrong one.
     """
     for each, carried in options_of(options):
-        hint = _hints(type(options))[each.name]
+        hint = _hints(options.__class__)[each.name]
         checked(hint, getattr(options, each.name), each.name, carried)
 
 

@@ -371,7 +371,7 @@ class Display(Bars):
     def __init__(self, job: Job, quiet: bool, progress: bool) -> None:
         # all columns together fit a terminal of 80
         super().__init__(quiet, progress, width=6, single=True)
-        self._length = job.length
+        self._length = job.config.text.length
         self._pace = Pace(len(job.prompt))
         self._through_bar = self._progress is not None and _same_terminal()
         self._line = ""  # text not yet printed above the bar

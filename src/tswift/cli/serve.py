@@ -59,13 +59,11 @@ def serve(
 
     Sampling, drafting, --method and --len are what a request gets that does not say otherwise.
     """
-    own = {**typed.of(ServeConfig)}
+    own = typed.of(ServeConfig)
     if "api_key" not in own and os.environ.get(_KEY):
         own["api_key"] = os.environ[_KEY]
     config = ServeConfig(**own)
-    defaults = {
-        name: value for name, value in typed.values.items() if name not in typed.of(ServeConfig)
-    }
+    defaults = {name: value for name, value in typed.values.items() if name not in own}
     base = job(defaults, {}, "-", chat=False)
     missing = [name for name in ("starlette", "uvicorn", "pydantic") if find_spec(name) is None]
     if missing:

@@ -87,7 +87,6 @@ class Batch:
         self._values = values
         self._prompts = prompts
         self.config = RunConfig.of(**{**_before(out, values), **values}, prompt_text="a line's")
-        self._model: LoadedModel | None = None
         _, self._system = self.config.read()
         self.tasks = list(self._read())
 
@@ -129,8 +128,12 @@ class Batch:
             raise InputError(f"{self._prompts} has no prompts", OPTION)
         options = {name: value for name, value in self._values.items() if name != "out"}
         digest = sha256(read_file(self._prompts, MAX_BYTES, OPTION)).hexdigest()
-        file = {"prompts": str(self._prompts.resolve()), "sha256": digest}
-        asked = {**file, "defaults": _DEFAULTS, "options": options}
+        asked = {
+            "prompts": str(self._prompts.resolve()),
+            "sha256": digest,
+            "defaults": _DEFAULTS,
+            "options": options,
+        }
         with self._alone() as made:
             if not (self.out / BATCH).exists():
                 if any(path.name not in made for path in self.out.iterdir()):
@@ -171,12 +174,19 @@ class Batch:
         Raises:
             InputError, DecodeError, Stopped: as a single run's.
         """
+        from tswift.jobs.job import start
+        from tswift.jobs.resuming import resume
+
         left = [task for task in tasks if not task.done]
-        if left and self._model is None:
-            self._model = self._load(left)
+        if not left:
+            return
+        model = self._load(left)
         for task in left:
-            assert self._model is not None
-            job = None if task.done else self._job(task, self._model, command)
+            job: Job | None = None
+            if not (task.folder / RECORD).exists():
+                job = start(task.config, command, loaded=model, ids=self._ids(task, model))
+            elif not task.done:
+                job = resume(task.folder, {}, False, command, loaded=model)
             if job is not None:
                 job.again = again
                 job.run(lambda piece, stats: None, None, signals)
@@ -228,14 +238,6 @@ class Batch:
 
     def _ids(self, task: Task, model: LoadedModel) -> list[int]:
         return task.text.encode(model, self.config.chat, self._system)
-
-    def _job(self, task: Task, model: LoadedModel, command: Sequence[str]) -> Job | None:
-        from tswift.jobs.job import start
-        from tswift.jobs.resuming import resume
-
-        if (task.folder / RECORD).exists():
-            return resume(task.folder, {}, False, command, loaded=model)
-        return start(task.config, command, loaded=model, ids=self._ids(task, model))
 
 
 def _before(out: Path, values: Values) -> Values:

@@ -137,11 +137,6 @@ class Job:
         assert self.generation.text is not None
         return self.generation.text
 
-    @property
-    def length(self) -> int:
-        """Tokens asked for, those made before included."""
-        return self.config.text.length
-
     def run(
         self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None
     ) -> None:
@@ -272,8 +267,9 @@ class Job:
             + f"{self.model.remarks()}, ends {self.model.ends}",
             ", ".join(how),
             self._sampling(),
-            f"prompt {len(self.prompt):,} tokens{made}, {self.length - len(self.tokens):,} to "
-            f"generate, KV memory {gigabytes(need.caches['KV'])}{partial}",
+            f"prompt {len(self.prompt):,} tokens{made}, "
+            f"{self.config.text.length - len(self.tokens):,} to generate, KV memory "
+            f"{gigabytes(need.caches['KV'])}{partial}",
             *self._dear_drafts(),
             *self.notes,
             f"run folder {self.folder.path}",

@@ -68,10 +68,14 @@ def resume(
         free = {name: asked[name] for name in (*_MAY_CHANGE, *_MAY_MOVE) if name in asked}
         config = changed(run.config, free)
         made = len(saved.tokens)
-        _refuse_tokens(saved, path, config.text.length, discard_damaged)
+        if saved.damage and not discard_damaged:
+            sound = f"the {made:,} sound tokens before"
+            raise InputError(f"{saved.damage}; --discard-damaged goes on from {sound}", OPTION)
+        if (length := config.text.length) < made:
+            raise InputError(f"{path} has {made:,} tokens already, got {length:,}", "length")
         ended = made > 0 and saved.tokens[-1] in run.rules.ends
         stopped = (run.record.end or {}).get("reason") in (BY_STRING, BY_LOOP)
-        if run.record.state == FINISHED and (config.text.length == made or ended or stopped):
+        if run.record.state == FINISHED and (length == made or ended or stopped):
             _refuse_conflicts(run, asked, _MAY_CHANGE)  # no model is loaded
             _check_text(run, saved, loaded, discard_damaged)
             return None
@@ -142,18 +146,6 @@ def _in_use(path: Path) -> str:
         else "another process"
     )
     return f"{path} is in use: {who} is writing it"
-
-
-def _refuse_tokens(saved: Saved, path: Path, length: int, discard_damaged: bool) -> None:
-    """Refuse to go on after what is broken, or after more tokens than are asked for."""
-    made = len(saved.tokens)
-    if saved.damage and not discard_damaged:
-        raise InputError(
-            f"{saved.damage}; --discard-damaged goes on from the {made:,} sound tokens before",
-            OPTION,
-        )
-    if length < made:
-        raise InputError(f"{path} has {made:,} tokens already, got {length:,}", "length")
 
 
 def _check_text(

@@ -218,18 +218,17 @@ def _said(messages: Sequence[_Message]) -> tuple[dict[str, str], ...]:
 def _served(body: Values, known: Sequence[str]) -> Object:
     """The fields that ask for something, all of them known and served."""
     for name, value in body.items():
-        nothing = None if name in known else _NOT_SERVED.get(name)
-        if nothing is None and name not in known:
+        if name in known:
+            continue
+        if name not in _NOT_SERVED:
             raise Refused(
                 400,
                 f"there is no field {name!r:.60}{did_you_mean(name, known)}",
                 name[:60],
                 "unknown_field",
             )
-        asks_nothing = value is None or any(
-            value == none and type(value) is type(none) for none in nothing or ()
-        )
-        if nothing is not None and not asks_nothing:
+        nothing = None, *_NOT_SERVED[name]
+        if not any(value == none and type(value) is type(none) for none in nothing):
             raise _wrong(name, "is not served by tswift", "unsupported_field")
     return {name: value for name, value in body.items() if value is not None}
 
