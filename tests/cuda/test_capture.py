@@ -294,7 +294,7 @@ def test_a_warm_up_that_fails_is_told_of(graphs, monkeypatch):
     assert target.fallbacks.graph_fault is None  # nothing is captured before it is used
     target.runner.passes[kv][0].capture(0)
     assert re.fullmatch(
-        r"no kernel for this \(forward/target\.py:\d+\)", target.fallbacks.graph_fault
+        r"no kernel for this \(forward/eager\.py:\d+\)", target.fallbacks.graph_fault
     )
 
 

@@ -88,7 +88,7 @@ SENT = frozenset(
         "caches.py:append",
         "caches.py:select",
         "caches.py:settle",
-        "forward/target.py:embed",
+        "forward/eager.py:embed",
     }
 )
 

@@ -437,6 +437,6 @@ def test_what_cannot_be_done_at_all_is_told(monkeypatch):
 
     monkeypatch.setattr(LengthOnDevice, "store", fails)
     assert re.fullmatch(
-        r"no kernel image is available \(forward/target\.py:\d+\)",
+        r"no kernel image is available \(forward/eager\.py:\d+\)",
         tried().fallbacks.graph_fault or "",
     )

@@ -34,7 +34,7 @@ from tests.lossless.models import (
 )
 from tswift.attention.backends import BACKENDS, exact_attention
 from tswift.attention.sdpa import BatchInvariantAttention
-from tswift.forward import target as module
+from tswift.forward import eager as module
 from tswift.forward import text
 from tswift.forward.exact_passes import Inexact, fingerprint
 from tswift.forward.target import Target

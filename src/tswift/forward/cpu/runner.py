@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +10,9 @@ from torch import Tensor
 from tswift.caches import KVBuffer
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram
-from tswift.forward.eager import EagerRunner
+from tswift.forward.eager import EagerRunner, WrappedModel
 from tswift.forward.passes import Forwarded, Nodes, T, rows_of
 from tswift.native_build import Unbuilt
-
-if TYPE_CHECKING:
-    from tswift.forward.target import Target
 
 
 class CompiledRunner(EagerRunner):
@@ -32,7 +28,7 @@ class CompiledRunner(EagerRunner):
 
     program: PassProgram
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: WrappedModel) -> None:
         super().__init__(target)
         self.program = PassProgram(target.model, target.kv_shape.dtype, target.layer_specs)
 

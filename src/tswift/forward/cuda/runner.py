@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from tswift.caches import KVBuffer
 from tswift.forward.cuda.fused_layers import rows_stand_alone
 from tswift.forward.cuda.graphs import Graphs, StaticPass, sizes
-from tswift.forward.eager import EagerRunner
+from tswift.forward.eager import EagerRunner, WrappedModel
 from tswift.forward.passes import Forwarded, Nodes, T
 from tswift.forward.recurrent import device_kernel
-
-if TYPE_CHECKING:
-    from tswift.forward.target import Target
 
 
 class ReplayedRunner(EagerRunner):
@@ -25,7 +21,7 @@ class ReplayedRunner(EagerRunner):
         graphs: what the graphs of the model share; None before the first, and without CUDA.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: WrappedModel) -> None:
         super().__init__(target)
         self.passes: WeakKeyDictionary[KVBuffer, list[StaticPass]] = WeakKeyDictionary()
         self.graphs: Graphs | None = None
