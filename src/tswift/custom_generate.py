@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from tswift.engine import Generation, Request, begin
-from tswift.errors import InputError, Object, renamed
+from tswift.errors import InputError, Object, renaming
 from tswift.loading.model import LoadedModel, adopt
 from tswift.sampling.generation_config import NAMES, sampling_params
 
@@ -112,7 +112,7 @@ def generate(
         if tokenizer is None:
             raise InputError("is missing, which stop_strings need", "tokenizer")
         criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
-    try:
+    with renaming(**_NAMES | {"length": limit}):
         params = replace(sampling_params(config), min_tokens=config.min_new_tokens or 0)
         loaded, turn = _adopted(model)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if config.do_sample else 0
@@ -128,8 +128,6 @@ def generate(
                 stop_at_eos=True,
             ),
         )
-    except InputError as error:
-        raise renamed(error, {**_NAMES, "length": limit}) from None
     if streamer is not None:
         streamer.put(ids.cpu())
     text = torch.cat([ids.long(), ids.new_zeros(1, length, dtype=torch.int64)], 1)

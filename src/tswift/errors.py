@@ -74,13 +74,6 @@ class NoFault(str):
     """
 
 
-def renamed(error: InputError, fields: Mapping[str, str]) -> InputError:
-    """The same error, about the parameter that the caller has in the place of the one that it
-    names.
-    """
-    return InputError(error.message, fields.get(error.field or "", error.field))
-
-
 TRACEBACK = "TSWIFT_TRACEBACK"  # the environment's variable that asks for tracebacks
 _LONGEST_REASON = 200
 
@@ -118,7 +111,8 @@ def renaming(**fields: str) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise renamed(error, fields) from None
+        field = fields.get(error.field or "", error.field)
+        raise InputError(error.message, field) from None
 
 
 def no_such(what: str, name: str, choices: Iterable[str], field: str) -> InputError:

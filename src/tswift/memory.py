@@ -95,27 +95,6 @@ def fit_length(length: int, prompt: int, positions: int) -> int:
     return max(1, min(length, positions - prompt))
 
 
-def check(
-    target: Target, demand: Demand, option: str | None = "length", draft: Target | None = None
-) -> MemoryEstimate:
-    """Memory that a decode needs with a loaded model.
-
-    Args:
-        demand: with resolved options.
-        option: what the user gave the length with, for the error.
-        draft: the draft model, if there is one.
-
-    Raises:
-        InputError: more than the positions of the model or of its draft model, or than the free
-            memory of its device; or there is no draft model, and the method needs one.
-    """
-    if "draft_model" in find_method(demand.method).needs and draft is None:
-        raise InputError(
-            f"{demand.method} drafts with a smaller model, and none is loaded", "draft_model"
-        )
-    return _needed(target, draft, demand, option)
-
-
 def preflight(
     plan: ModelPlan, demand: Demand, *, option: str = "length", params: SamplingParams = _PARAMS
 ) -> MemoryEstimate:
@@ -147,14 +126,25 @@ def preflight(
         options = resolve(demand.method, plan, heads, demand.options, beside)
         demand = replace(demand, options=options)
     draft = plan.draft if "draft_model" in kind.loads else None
-    return _needed(plan, draft, demand, option)
+    return check(plan, demand, option, draft)
 
 
-def _needed(
-    model: Target | ModelPlan, draft: Target | ModelPlan | None, demand: Demand, option: str | None
+def check(
+    model: Target | ModelPlan,
+    demand: Demand,
+    option: str | None = "length",
+    draft: Target | ModelPlan | None = None,
 ) -> MemoryEstimate:
-    """Memory that a decode needs, of a model that is not loaded its weights included;
-    more than there is is refused.
+    """Memory that a decode needs; of a model that is not loaded, its weights included.
+
+    Args:
+        demand: with resolved options.
+        option: what the user gave the length with, for the error.
+        draft: the draft model, if there is one.
+
+    Raises:
+        InputError: more than the positions of the model or of its draft model, or than the free
+            memory of its device.
     """
     kind = find_method(demand.method)
     options = demand.options

@@ -120,7 +120,7 @@ def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | Non
 )
 def test_what_a_method_cannot_do(method, options, message):
     with refused(message):
-        resolve(method, model(most_nodes=16), 3, DraftOptions(**options))
+        resolve(method, model(most_nodes=16), 3, DraftOptions(**options), draft=True)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -173,7 +173,7 @@ def test_room_for_what_is_forwarded_over_a_partial_cache(method):
         {"budget": 64, "gamma": 2, "inner_gamma": 5},
         {"gamma": 2, "tree": "auto"},
     ):
-        resolved = resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options))
+        resolved = resolve(method, tiny_target(), tiny_heads(), DraftOptions(**options), draft=True)
         levels = [*levels_of(made(method, **options))]
         partial, small = (
             sum(level.kv.capacity for level in levels if isinstance(level, kind))

@@ -20,7 +20,7 @@ from tswift.drafting.options import (
     used,
     used_options,
 )
-from tswift.errors import InputError, Object, renamed
+from tswift.errors import InputError, Object, renaming
 from tswift.jobs.config import TextConfig, refuse_with_chat, to_load
 from tswift.models.config import DEMO, KV_DTYPES, SHAPES, ModelConfig, parse_dtype_name
 from tswift.options import (
@@ -53,11 +53,9 @@ Trees = Mapping[str, "tuple[int, ...] | str"]
 def parse_methods(words: str) -> tuple[str, ...]:
     """Methods of ``a,b,c``, ``ar`` first."""
     names = [name.strip() for name in words.split(",")]
-    for name in names:
-        try:
+    with renaming(method="methods"):
+        for name in names:
             find_method(name)
-        except InputError as error:
-            raise renamed(error, {"method": "methods"}) from None
     if len(set(names)) < len(names):
         raise InputError(f"names a method twice: {words}", "methods")
     return (BASELINE, *(name for name in names if name != BASELINE))
@@ -440,7 +438,7 @@ def configure(
     from tswift.memory import Demand, preflight
 
     drafting = options.check()
-    try:
+    with renaming(method="methods"):
         plan = made or plan_model(options.to_load())
         for method, asked in drafting.items():
             preflight(plan, Demand(prompt, length, method, asked, flexible), option=option)
@@ -450,8 +448,6 @@ def configure(
             Contender(method, method, resolve(method, model.target, model.heads, asked, draft))
             for method, asked in drafting.items()
         ]
-    except InputError as error:
-        raise renamed(error, {"method": "methods"}) from None
     if options.stop_at_eos and not model.eos_ids:
         raise InputError(f"{model.name} names no end-of-text token", "stop_at_eos")
     if options.sampling.stop_token_ids and not options.stop_at_eos:

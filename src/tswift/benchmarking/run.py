@@ -47,7 +47,7 @@ from tswift.decoding.audit import Audit, audit
 from tswift.decoding.drafter import DraftTree, Step
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Generation, Request, begin
-from tswift.errors import InputError, renamed
+from tswift.errors import InputError, renaming
 from tswift.jobs.config import fingerprint
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING
 from tswift.machine import available_bytes, environment, gigabytes, now
@@ -456,14 +456,11 @@ def begin_measurement(
         raise InputError("sampled takes its samples while another method runs; name one", "ar")
     # the largest case is allocated and freed: what does not fit is refused now, not after an hour
     prompt = max((prompt.tokens for prompt in prompts), key=len)
-    option = "lens"
-    try:
+    with renaming(length="lens"):
         open_runs(config, prompt[: max(plan.prefills)], max(plan.lens), 0, plan.ar)
-        option = "warmup"
+    with renaming(length="warmup"):
         if plan.warmup:
             open_runs(config, prompts[0].tokens[:_WARM_PROMPT], plan.warmup, 0)
-    except InputError as error:
-        raise renamed(error, {"length": option}) from None
     workload = _workload(config, prompts, plan)
     target = config.model.target
     begun = now()

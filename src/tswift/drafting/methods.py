@@ -439,7 +439,7 @@ def resolve(
     kv = options.kv or next(iter(method.kv), None)
     if "kv" in method.uses and kv not in method.kv:
         raise InputError(f"{name} can read {', '.join(method.kv)}, not {kv}", "kv")
-    _refuse_missing(method, model, count)
+    _refuse_missing(method, model, count, draft)
     tree, gamma = _tree_and_gamma(method, model, count, options)
     chooses = "costs" in method.uses and tree in (None, AUTO_TREE)
     recall = _recalled(method, options) if chooses else None
@@ -518,7 +518,7 @@ def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]
     """
     found = []
     for name, method in METHODS.items():
-        if method.reference or ("draft_model" in method.needs and not draft):
+        if method.reference:
             continue
         with suppress(InputError):
             resolve(name, model, heads, DraftOptions(), draft)
@@ -526,10 +526,14 @@ def possible(model: Target, heads: Heads | None, draft: bool) -> tuple[str, ...]
     return tuple(found)
 
 
-def _refuse_missing(method: Method, model: Target | ModelPlan, heads: int) -> None:
-    """InputError if the model has not what the method drafts with: so many heads, a drafter,
-    or keys and values that are most of a pass.
+def _refuse_missing(method: Method, model: Target | ModelPlan, heads: int, draft: bool) -> None:
+    """InputError if the model has not what the method drafts with: so many heads, a smaller model,
+    a drafter, or keys and values that are most of a pass.
     """
+    if "draft_model" in method.needs and not draft:
+        raise InputError(
+            f"{method.name} drafts with a smaller model, and none is loaded", "draft_model"
+        )
     network = model.speculator_spec
     alone = method.drafts_itself and "drafter" not in method.may_use
     if alone and model.kv_shape.states is not None:

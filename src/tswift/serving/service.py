@@ -20,7 +20,6 @@ from queue import SimpleQueue
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
-from tswift.drafting.options import find_method
 from tswift.errors import DecodeError, InputError, Object
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.folder import (
@@ -292,12 +291,9 @@ class Service:
             refuse_ids(target.vocab_size, prompt=ids, **named)
             beside = model.draft is not None
             resolve(config.method, target, model.heads, config.drafting, beside)
-            if "draft_model" in find_method(config.method).needs and model.draft is None:
-                raise InputError(
-                    f"{config.method} drafts with a smaller model, and none is loaded", "method"
-                )
         except InputError as error:
-            raise refused(error, {}, "messages" if chat else "prompt") from None
+            names = {"draft_model": "method"}
+            raise refused(error, names, "messages" if chat else "prompt") from None
         length = min(config.text.length, target.max_positions - len(ids))
         return changed(config, {"length": length}), ids
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tswift.decoding.stats import DecodeStats
 from tswift.engine import Request, begin
-from tswift.errors import InputError, Object, renamed
+from tswift.errors import InputError, Object, renaming
 from tswift.loading.model import LoadedModel
 from tswift.models.hashes import fingerprint_in_any_dtype
 from tswift.speculators.heads import HEAD_TYPES
@@ -225,15 +225,13 @@ class Trainee:
         plain = DecodeStats(0)
         longest = min(config.seq_len, _PROMPT, target.max_positions - tokens)
         for row in self._rows:
-            try:
+            with renaming(length="alpha_tokens"):
                 model = replace(self._model, heads=heads)
                 prompt = row[:longest].tolist()
                 generation = begin(
                     model,
                     Request(prompt=prompt, length=tokens, seed=config.seed, method="tokenswift"),
                 )
-            except InputError as error:
-                raise renamed(error, {"length": "alpha_tokens"}) from None
             stats.depth = generation.depth
             for step in generation.steps():
                 stats.add(step)
