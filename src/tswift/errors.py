@@ -104,14 +104,14 @@ def cause_of(error: BaseException) -> str:
 
 
 @contextmanager
-def renaming(**fields: str) -> Iterator[None]:
-    """Have errors be about the parameters that the caller has in the place
-    of those that they name.
+def renaming(otherwise: str | None = None, **fields: str) -> Iterator[None]:
+    """Have errors be about the parameters that the caller has in the place of those that they name;
+    ``otherwise`` is that of an error that names none.
     """
     try:
         yield
     except InputError as error:
-        field = fields.get(error.field or "", error.field)
+        field = fields.get(error.field or "", error.field or otherwise)
         raise InputError(error.message, field) from None
 
 

@@ -58,6 +58,7 @@ class Option:
     # of what was typed, where it is more than a number, a name or a flag
     parse: Callable[[str], object] | None = None
     flag: str | None = None  # its name on the command line, where that is not the field's
+    switch: bool = False  # a flag that nothing turns off
     metavar: str | None = None  # what ``--help`` calls its value
     repeat: bool = False  # it may be given several times; what is parsed is joined by commas
     also: tuple[str, ...] = ()  # other names on the command line
@@ -74,6 +75,11 @@ _ANY = Option("")
 def option(default: Any, help: str, **carried: Any) -> Any:
     """A dataclass field that is an option; see :class:`Option` for what it can carry."""
     return field(default=default, metadata={_KEY: Option(help, **carried)})
+
+
+def switch(help: str, **carried: Any) -> Any:
+    """A dataclass field that is an option, off unless it is typed; it has no ``--no-``."""
+    return option(False, help, shown="", switch=True, **carried)
 
 
 def part(kind: type) -> Any:

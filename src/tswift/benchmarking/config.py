@@ -32,6 +32,7 @@ from tswift.options import (
     option,
     parse_numbers,
     part,
+    switch,
 )
 from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 
@@ -81,12 +82,7 @@ class CompareConfig(TextConfig):
     """Which text ``tswift compare`` has all methods write."""
 
     length: int = option(4000, "Tokens to generate, exactly.", flag="--len", least=1, most=1 << 40)
-    chat: bool = option(
-        False,
-        "The prompt is what a user says: put it into the model's chat template.",
-        flag="--chat",
-        shown="",
-    )
+    chat: bool = switch("The prompt is what a user says: put it into the model's chat template.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,17 +105,11 @@ class BenchOptions:
     drafting: DraftOptions = part(DraftOptions)  # for all methods that use them
     # by method; one under "" goes to all methods that use a tree
     trees: Trees = field(default_factory=dict)
-    with_reference_ar: bool = option(
-        False,
-        "Also ar-reference: expanded K/V and dense masks, as published.",
-        flag="--with-reference-ar",
-        shown="",
+    with_reference_ar: bool = switch(
+        "Also ar-reference: expanded K/V and dense masks, as published."
     )
-    stop_at_eos: bool = option(
-        False,
-        "End a text at an end-of-text token, so that the length is its most.",
-        flag="--stop-at-eos",
-        shown="",
+    stop_at_eos: bool = switch(
+        "End a text at an end-of-text token, so that the length is its most."
     )
     simulate_alpha: float | None = option(
         None,
@@ -236,13 +226,7 @@ class Plan:
         shown="none",
         repeat=True,
     )
-    chat: bool = option(
-        False,
-        "Put a workload's prompts into the model's chat template.",
-        panel=_GRID,
-        flag="--chat",
-        shown="",
-    )
+    chat: bool = switch("Put a workload's prompts into the model's chat template.", panel=_GRID)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tswift.benchmarking import summary
 from tswift.benchmarking.summary import METRICS, Metric, gated, method_name, summarise
 from tswift.errors import InputError, did_you_mean
-from tswift.options import check_options, option, options_of
+from tswift.options import check_options, option, options_of, switch
 from tswift.tables import NOTHING, Table
 
 if TYPE_CHECKING:
@@ -144,12 +144,8 @@ class Judging:
         shown="",
         repeat=True,
     )
-    force: bool = option(
-        False, "Hold times of another machine against ours.", panel="Gate", shown="", flag="--force"
-    )
-    paper: bool = option(
-        False, "Put the published rows beside ours.", panel="Output", shown="", flag="--paper"
-    )
+    force: bool = switch("Hold times of another machine against ours.", panel="Gate")
+    paper: bool = switch("Put the published rows beside ours.", panel="Output")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -21,7 +21,7 @@ from tswift.cli.output import (
     writing_stdout,
 )
 from tswift.drafting.options import DraftOptions
-from tswift.errors import DecodeError, InputError
+from tswift.errors import DecodeError, InputError, renaming
 from tswift.jobs.batch import Batch, is_batch, reopen
 from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
@@ -101,10 +101,8 @@ def generate(
     # what is mistyped is refused before torch is imported, which takes seconds
     config = RunConfig.of(**typed.values) if resume is None else None
     if resume is not None:
-        try:
+        with renaming("resume"):
             read_record(resume)
-        except InputError as error:
-            raise InputError(error.message, error.field or "resume") from None
     refuse_missing_heads(typed.values.get("heads"))
     said = None if config is None else config.read()
     what = f"the model of {resume}" if config is None else config.model.model

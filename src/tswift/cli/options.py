@@ -16,7 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from tswift.cli.output import INTERRUPTED
-from tswift.errors import InputError, Object, find_path
+from tswift.errors import InputError, Object, find_path, renaming
 from tswift.options import (
     DRAFTING,
     Option,
@@ -126,12 +126,10 @@ def takes(
 def _value(name: str, value: Any, option: Option) -> object:
     if option.parse is None:
         return tuple(value) if option.repeat else value
-    try:
+    with renaming(name):
         if isinstance(value, list):
             value = ",".join(value if option.repeat else [once(name, value)])
         return option.parse(value)
-    except InputError as error:
-        raise InputError(error.message, error.field or name) from None
 
 
 def as_typed(error: InputError, parameters: Sequence[Any]) -> str:
@@ -155,7 +153,7 @@ def once(name: str, values: Sequence[str]) -> str:
 
 def _parameter(name: str, hint: Any, option: Option, text: str) -> inspect.Parameter:
     flag = option.flag or "--" + name.replace("_", "-")
-    if hint is bool and option.flag is None:
+    if hint is bool and option.flag is None and not option.switch:
         flag += f"/--no-{flag.removeprefix('--')}"
     declared = typer.Option(
         flag,

@@ -45,6 +45,7 @@ from tswift.options import (
     option,
     options_of,
     part,
+    switch,
 )
 from tswift.sampling.generation_config import PAPERS, SOURCES
 from tswift.sampling.parameters import MAX_TOP, OFF, SamplingParams, Untyped
@@ -370,9 +371,7 @@ class AuditConfig:
     model: ModelConfig = part(ModelConfig)
     text: TextConfig = part(TextConfig)
     sampling: SamplingParams = part(SamplingParams)
-    stop_at_eos: bool = option(
-        False, "End-of-text tokens could be drawn.", flag="--stop-at-eos", shown=""
-    )
+    stop_at_eos: bool = switch("End-of-text tokens could be drawn.")
     given: frozenset[str] = given_names()
 
 
@@ -388,12 +387,8 @@ class RunConfig:
         "Stop at an end-of-text token instead of never drawing one.",
         shown="yes with --chat, else no",
     )
-    ignore_eos: bool = option(
-        False,
-        "Draw end-of-text tokens like any other, and go on after them.",
-        flag="--ignore-eos",
-        shown="",
-        rare=True,
+    ignore_eos: bool = switch(
+        "Draw end-of-text tokens like any other, and go on after them.", rare=True
     )
     stop: tuple[str, ...] = option(
         (),
@@ -437,12 +432,7 @@ class RunConfig:
         least=0,
         most=MAX_TOP,
     )
-    chat: bool = option(
-        False,
-        "The prompt is what a user says: put it into the model's chat template.",
-        flag="--chat",
-        shown="",
-    )
+    chat: bool = switch("The prompt is what a user says: put it into the model's chat template.")
     system: str | None = option(None, "With --chat: file with a system prompt.", metavar="FILE")
     preset: str | None = option(
         None,
