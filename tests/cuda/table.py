@@ -28,7 +28,7 @@ from tests.helpers import METHODS
 from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import BUILDERS, make_drafter
 from tswift.drafting.options import RecordedOptions
-from tswift.forward import target as targets
+from tswift.forward import eager
 from tswift.forward.cuda import runner
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
@@ -136,7 +136,7 @@ def _plain(kind: str) -> list[int]:
 def main():
     """Print all figures as JSON, or those of the methods or kinds that are named."""
     # a simulated device has no Triton
-    for place in (targets, runner):
+    for place in (eager, runner):
         place.device_kernel = lambda device, wide: StaticStates if device.type == "cuda" else None
     chosen = [case for case in CASES if {*case} & {*(sys.argv[1:] or BUILDERS)}]
     json.dump(

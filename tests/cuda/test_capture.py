@@ -35,7 +35,7 @@ from tswift.decoding.loop import Decoding
 from tswift.drafting.methods import make_drafter
 from tswift.drafting.options import DraftOptions
 from tswift.errors import SlowWarning
-from tswift.forward import target as targets
+from tswift.forward import eager
 from tswift.forward.cuda import runner
 from tswift.forward.cuda.graphs import Graphs
 from tswift.forward.target import Target
@@ -168,7 +168,7 @@ def of_states_on_the_host(kind: str) -> list[int]:
 @pytest.fixture
 def on_a_device(graphs, monkeypatch):
     """As ``graphs``, where a kernel steps states, too."""
-    for place in (targets, runner):
+    for place in (eager, runner):
         monkeypatch.setattr(place, "device_kernel", lambda device, wide: capture.StaticStates)
 
     def made(kind: str) -> Target:

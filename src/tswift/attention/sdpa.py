@@ -137,6 +137,11 @@ class Attention(Protocol):
             length.copy_(torch.maximum(length, torch.where(kept, slots + 1, 0).amax()))
 
 
+def chain(nodes: int, device: torch.device) -> Tensor:
+    """The ancestors ``[n, n]`` of nodes each of which descends from all before it."""
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
+
+
 def bias(
     layout: Layout, before: int, nodes: int, ancestors: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -147,7 +152,7 @@ def bias(
     """
     out = torch.zeros(nodes, before + nodes, dtype=dtype, device=layout.device)
     if ancestors is None:
-        ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=layout.device).tril_()
+        ancestors = chain(nodes, layout.device)
     out[:, before:].masked_fill_(~ancestors, -torch.inf)
     return out
 
@@ -305,9 +310,7 @@ class MaskedAttention:
         self._cache = kv
         self._positions = positions
         if ancestors is None:
-            ancestors = torch.ones(
-                len(positions), len(positions), dtype=torch.bool, device=positions.device
-            ).tril_()
+            ancestors = chain(len(positions), positions.device)
         self._ancestors = ancestors
         self._wide = torch.promote_types(dtype, torch.float32)
 
@@ -404,9 +407,7 @@ class BatchInvariantAttention(Attention):
         # bf16 scores would cost two digits
         self._wide = torch.promote_types(layout.dtype, torch.float32)
         if ancestors is None:
-            ancestors = torch.ones(
-                self._nodes, self._nodes, dtype=torch.bool, device=layout.device
-            ).tril_()
+            ancestors = chain(self._nodes, layout.device)
         self._positions = (self._prefix + ancestors.sum(1) - 1).view(-1, 1, 1, 1)
         # the slots of each path; below 0 where the text begins later
         slots = torch.arange(

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from tswift.attention.sdpa import chain
 from tswift.caches import States
 from tswift.forward.cpu.recurrence import recurrence_library, step_in_c
 from tswift.forward.recurrence import Rows, step_plainly
@@ -95,7 +96,7 @@ class StatePass:
         before = states.shape.taps - 1
         device = states.rows.device
         if ancestors is None:
-            ancestors = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril_()
+            ancestors = chain(nodes, device)
         # places among the rows before the pass and its nodes' own: of each node the newest ones on
         # its path
         places = torch.arange(before + nodes, device=device)
