@@ -189,19 +189,19 @@ def asked(pattern: str, but: str = "-") -> int:
     )
 
 
-def stops(value: str, words: list[str]) -> list[str]:
-    """The functions of ours that a command calls with this value itself as an argument,
-    or within a mapping.
+def stops(words: list[str]) -> dict[str, list[str]]:
+    """By parameter, the functions of ours that a command calls with its value itself as an
+    argument, or within a mapping.
     """
-    number = float(value) if value.replace(".", "").isdigit() else None
-    seen: dict[str, None] = {}
+    names: dict[object, str] = {}
+    for name, value in PARAMETERS.items():
+        names[float(value) if value.replace(".", "").isdigit() else value] = name
+    seen: dict[str, dict[str, None]] = {name: {} for name in PARAMETERS}
 
-    def is_it(found) -> bool:
+    def named(found) -> set[str]:
         if isinstance(found, dict):
-            return any(is_it(each) for each in found.values())
-        if isinstance(found, str):
-            return found == value
-        return number is not None and isinstance(found, (int, float)) and found == number
+            return set().union(*map(named, found.values()))
+        return {names[found]} if isinstance(found, (str, int, float)) and found in names else set()
 
     def look(frame: FrameType, event: str, argument):
         code = frame.f_code
@@ -213,11 +213,13 @@ def stops(value: str, words: list[str]) -> list[str]:
             count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
             if (code.co_filename, code.co_name) in CHECKERS:
                 return  # which look at it, and hand it on to nobody
-            if any(is_it(frame.f_locals.get(name)) for name in code.co_varnames[:count]):
-                seen.setdefault(f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}")
+            for argument in code.co_varnames[:count]:
+                for name in named(frame.f_locals.get(argument)):
+                    place = f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}"
+                    seen[name].setdefault(place)
 
     _watched(look, lambda: main(words))
-    return list(seen)
+    return {name: list(places) for name, places in seen.items()}
 
 
 def calls(functions: Collection[Callable[..., object]], words: list[str]) -> dict[str, int]:
@@ -280,10 +282,10 @@ def _report() -> Iterator[str]:
     model = tswift.load()
     for method in _METHODS:
         yield _listed(f"files of a steady step of {method}", step_files(method, model))
-    for name, value in PARAMETERS.items():
-        with tempfile.TemporaryDirectory() as folder, _without_text():
-            passed = stops(value, command_of(folder))
-        yield _listed(f"stops of {name}", passed)
+    with tempfile.TemporaryDirectory() as folder, _without_text():
+        passed = stops(command_of(folder))
+    for name, places in passed.items():
+        yield _listed(f"stops of {name}", places)
 
 
 def _listed(title: str, names: list[str]) -> str:

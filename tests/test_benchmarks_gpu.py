@@ -217,7 +217,7 @@ def test_what_is_held_in_fewer_bits_is_measured_in_order(late, monkeypatch):
 
 def test_the_second_process_of_a_half_has_what_the_first_has_left(tmp_path):
     ours = session(tmp_path, 60)
-    ours.ends[EQUALITY] = time.time() + 2
+    ours.ends[EQUALITY] = time.time() + 0.5
     ours.run(EQUALITY, "late", ["-c", "import time; time.sleep(60)"])
     (row,) = figures(tmp_path)
     assert (row["state"], row["seconds"] < 30) == ("cut short", True)

@@ -112,7 +112,7 @@ def test_ctrl_c_before_the_first_length(bench, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(BenchRun, "advance", press)
-    result = bench("--out b")
+    result = bench("--out b --no-plots")
     assert result.code == 130
     assert "interrupted; what was measured is in b" in result.err
     assert read_json(Path("b/bench.json"))["state"] == "interrupted"
@@ -135,7 +135,7 @@ def penalise_not(monkeypatch, method):
 @pytest.mark.parametrize("ar", ["full", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_a_wrong_text_exits_with_one(bench, monkeypatch, ar):
     penalise_not(monkeypatch, "tokenswift")
-    result = bench(f"--out b --ar {ar}", lens=80)
+    result = bench(f"--out b --no-plots --ar {ar}", lens=80)
     assert result.code == 1
     assert "1 texts differ from plain decoding beyond rounding" in result.err
     assert "Not: tokenswift" in result.text

@@ -29,7 +29,7 @@ LINES = [
     {"turns": ["It was late.", "And then?"], "category": "writing"},
 ]
 PROMPTS = [LINES[0]["prompt"], "Who goes there?", "Say it.\n\nAgain.", "It was late."]
-LENGTH = 30
+LENGTH = 16
 Words = list[object]
 
 
@@ -56,10 +56,10 @@ def test_every_text_is_that_of_its_own_run(tswift, words, checkpoint, tmp_path):
     whole = lines_of((out / OUT).read_bytes())
     assert lines_of(made.out) == whole
     assert [(line["id"], line["tokens"]) for line in whole] == [
-        ("sea", 30),
+        ("sea", LENGTH),
         ("2", 9),
-        ("3", 30),
-        ("4", 30),
+        ("3", LENGTH),
+        ("4", LENGTH),
     ]
     own = [["--seed 4"], ["--temperature 0.5 --len 9"], [], []]
     for line, prompt, more in zip(whole, PROMPTS, own, strict=True):

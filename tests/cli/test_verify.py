@@ -18,7 +18,7 @@ from tswift.cli import main
 from tswift.cli.verify import verdict
 from tswift.decoding.audit import VIOLATION, WITHIN, Audit, Finding
 
-LENGTH = 90
+LENGTH = 64
 SAMPLING = "--temperature 1.3 --min-p 0.02 --penalty 1.1 --window 20"
 
 

@@ -162,7 +162,7 @@ def with_states(kind: str) -> PreTrainedModel:
 def of_states_on_the_host(kind: str) -> list[int]:
     """Plain decoding."""
     target = Target(with_states(kind))
-    return tokens_of(decode_steps(target, Drafter(), random_prompt(50), PARAMS, 3, 40))
+    return tokens_of(decode_steps(target, Drafter(), random_prompt(50), PARAMS, 3, 24))
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from tswift.sampling.parameters import SamplingParams, apply_eos_policy
 from tswift.sampling.rule import Sampler
 
 PROMPT = "The ship had lain three days"
-LENGTH = 40
+LENGTH = 30
 # what drafts in ways of its own: trees of heads, beside others, chains, arms
 SOME = ("medusa", "tokenswift", "standalone", "auto")
 COUNTED = SamplingParams(min_p=0.02, presence_penalty=0.7, frequency_penalty=-0.9, penalty=1.0)
@@ -112,7 +112,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(model, params):
     assert wanted != written(model, "ar", without)
     for method in METHODS:
         assert written(model, method, params) == wanted, method
-    assert wanted[:25] + written(model, "auto", params, written=wanted[:25]) == wanted
+    assert wanted[:20] + written(model, "auto", params, written=wanted[:20]) == wanted
     prompt = model.encode(PROMPT)
     for each, ok in ((params, True), (without, False)):
         drawn = apply_eos_policy(each, model.eos_ids, False)[0]

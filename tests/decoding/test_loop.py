@@ -403,7 +403,7 @@ DRAFTS = {
 }
 
 
-def joint_p_value(params: SamplingParams, paths, texts: int = 700, length: int = 3) -> float:
+def joint_p_value(params: SamplingParams, paths, texts: int = 450, length: int = 3) -> float:
     """Chi-square p-value of decoded texts over many seeds;
     0 where a text of no probability came out.
     """

@@ -147,7 +147,7 @@ def test_drafters_that_lie_change_nothing(layout, how, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "params"),
     first(
-        2,
+        1,
         [
             ("dspark", SAMPLED),
             ("dspark", PENALISED),

@@ -68,7 +68,7 @@ KINDS = [
     )
     if ARCHITECTURES[kind].there
 ]
-LENGTH = 60
+LENGTH = 40
 BY_C = f"{DELTA}, one C program"
 DECODED = [DELTA, CONVOLVED, SCANNED, pytest.param(BY_C, marks=needs_program)]
 WRONG = 96  # a token that no text below has
@@ -307,8 +307,8 @@ def test_a_checkpoint_is_served_and_audited_without_exact_passes(folder):
     assert model.target.kv_shape.layers == 1
     prompt = model.encode("The ship had lain")
     options = options_for("auto", costs="nominal")
-    texts = [tokens_of([*generate(model, prompt, 80, method=name)]) for name in ("ar", "reuse")]
-    texts.append(tokens_of([*generate(model, prompt, 80, method="auto", options=options)]))
+    texts = [tokens_of([*generate(model, prompt, 50, method=name)]) for name in ("ar", "reuse")]
+    texts.append(tokens_of([*generate(model, prompt, 50, method="auto", options=options)]))
     assert texts[0] == texts[1] == texts[2]
     params = PLAIN.__class__(banned=model.eos_ids)
     found = audit(model.target, prompt, texts[0], params, 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import METHODS, refused
+from tests.helpers import METHODS, first, refused
 from tests.serving.server import with_template
 from tswift.decoding.text import TextStream
 from tswift.jobs.chat import Chat
@@ -68,8 +68,13 @@ def test_answers_are_those_of_a_decode_of_all_that_was_said(model):
         tables = [each._drafter.histories[0]._tables for each in (talk._last, run.decoding)]
         ours, theirs = (each["ids"][talk.kept : len(prompt) - 1] for each in tables)
         assert np.array_equal(ours, theirs)
-    for method in METHODS:
-        assert talk_by(model, method)[1] == answers, method
+
+
+@pytest.mark.parametrize("methods", first(1, [["tokenswift", "standalone"], [*METHODS]]), ids=len)
+def test_answers_do_not_depend_on_the_method(model, methods):
+    wanted = talk_by(model, "ar")[1]
+    for method in methods:
+        assert talk_by(model, method)[1] == wanted, method
 
 
 def test_an_answer_that_is_left_was_said_so_far(model):

@@ -50,16 +50,17 @@ def model(checkpoint: Path) -> LoadedModel:
     return real_load(str(checkpoint), dtype="float64", device="cpu")
 
 
-@pytest.fixture(autouse=True)
-def quick(model: LoadedModel, monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def quick(model: LoadedModel) -> Iterator[None]:
     """The model is loaded once, and checkpoints are frequent."""
-    for module in (jobs, resuming):
-        monkeypatch.setattr(module, "load_model", lambda config: model)
-    monkeypatch.setattr(files, "_TOKENS", 16)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (jobs, resuming):
+            patch.setattr(module, "load_model", lambda config: model)
+        patch.setattr(files, "_TOKENS", 16)
+        yield
 
 
-@pytest.fixture
-def asked(checkpoint: Path, tmp_path) -> RunConfig:
+def asked_for(checkpoint: Path, out: Path) -> RunConfig:
     sampling = {"temperature": 1.3, "min_p": 0.0, "window": 20}
     text = {
         "prompt_text": "Once, and then again: naïve café.",
@@ -68,7 +69,12 @@ def asked(checkpoint: Path, tmp_path) -> RunConfig:
         **sampling,
     }
     how = {"method": "tokenswift", "budget": 64, "model": str(checkpoint), "dtype": "float64"}
-    return RunConfig.of(**text, **how, out=tmp_path / "run")
+    return RunConfig.of(**text, **how, out=out)
+
+
+@pytest.fixture
+def asked(checkpoint: Path, tmp_path) -> RunConfig:
+    return asked_for(checkpoint, tmp_path / "run")
 
 
 def with_method(asked: RunConfig, method: str, **changes) -> RunConfig:
@@ -101,11 +107,12 @@ def record_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture
-def whole(asked: RunConfig, tmp_path) -> Files:
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path, quick: None, tmp_path_factory) -> Files:
     """Tokens and text of an undisturbed run."""
-    run(start(with_method(asked, "ar", out=tmp_path / "whole"), []))
-    return in_folder(tmp_path / "whole")
+    out = tmp_path_factory.mktemp("whole") / "run"
+    run(start(with_method(asked_for(checkpoint, out), "ar"), []))
+    return in_folder(out)
 
 
 @pytest.fixture

@@ -415,7 +415,7 @@ def test_a_run_that_fails_on_a_full_disk_is_known_as_failed(service, monkeypatch
         raise OSError(28, "No space left on device")
 
     for kept in (False, True):
-        run = begun(service.accept_one({**ASKED, "max_tokens": 900}, False))
+        run = begun(service.accept_one({**ASKED, "max_tokens": 300}, False))
         service.cancel(run)
         done(run)
         made = service.find(run.id).stats.tokens

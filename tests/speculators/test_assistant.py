@@ -139,7 +139,7 @@ def test_texts_are_those_of_plain_decoding(kind, tmp_path):
     for method in ("ar", "eagle"):
         steps = list(
             generate(
-                model, prompt, 60, method=method, params=params, seed=2,
+                model, prompt, 30, method=method, params=params, seed=2,
                 options=options if method == "eagle" else None,
             )
         )  # fmt: skip

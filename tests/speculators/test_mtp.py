@@ -178,8 +178,8 @@ def test_no_text_of_a_mixture_of_experts_changes_by_it(tmp_path, kind):
     model = load(str(tmp_path), device="cpu", dtype="float64", attention="sdpa")
     prompt = model.encode("The ship had lain")
     options = options_for("mtp", costs="nominal", nodes=12)
-    steps = {"ar": [*generate(model, prompt, 40, method="ar")]}
-    steps["mtp"] = [*generate(model, prompt, 40, method="mtp", options=options)]
+    steps = {"ar": [*generate(model, prompt, 24, method="ar")]}
+    steps["mtp"] = [*generate(model, prompt, 24, method="mtp", options=options)]
     assert tokens_of(steps["mtp"]) == tokens_of(steps["ar"])
     assert max(step.nodes for step in steps["mtp"]) > 2
 
@@ -215,7 +215,7 @@ def test_after_many_rounds_it_offers_what_a_dense_recomputation_ranks_first(tmp_
 
     source.propose = noted
     greedy = SamplingParams(temperature=0.0, penalty=1.0)
-    steps = [*Decoding(target, random_prompt(20, 3, 200), greedy, 1, drafter, 40).steps()]
+    steps = [*Decoding(target, random_prompt(20, 3, 200), greedy, 1, drafter, 24).steps()]
     assert len(checked) >= len(steps) - 1 > 5
 
 
@@ -223,8 +223,8 @@ def test_no_text_changes_by_it(model):
     """Bit for bit; and it drafts."""
     prompt = model.encode("The ship had lain")
     options = options_for("mtp", costs="nominal", nodes=12)
-    steps = {name: [*generate(model, prompt, 40, method=name)] for name in ("ar", "reuse")}
-    steps["mtp"] = [*generate(model, prompt, 40, method="mtp", options=options)]
+    steps = {name: [*generate(model, prompt, 24, method=name)] for name in ("ar", "reuse")}
+    steps["mtp"] = [*generate(model, prompt, 24, method="mtp", options=options)]
     assert tokens_of(steps["mtp"]) == tokens_of(steps["ar"])
     assert max(step.nodes for step in steps["mtp"]) > 2
     assert model.about()["drafter"]["kind"] == "mtp"

@@ -90,6 +90,8 @@ def test_what_cannot_be_trained(given, message):
 
 
 def test_a_draft_model_learns_and_is_gone_on_with(tiny, tmp_path, monkeypatch):
+    narrow = {**SHAPES["demo"], "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    monkeypatch.setitem(SHAPES, "demo", narrow)
     model = draft.load_large(str(tiny.model), "cpu")
     plan = DraftPlan(str(tiny.corpus), 15, reach=1000, seq_len=64, batch=4, warmup=2, save_every=5)
     record = train_draft(model, plan, tmp_path / "out", tmp_path / "work")
