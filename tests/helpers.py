@@ -71,6 +71,19 @@ def first(count: int, cases: Iterable[object]) -> list[object]:
     ]
 
 
+def in_turns(*lists: Sequence[object]) -> list[tuple[object, ...]]:
+    """Cases with every value of every list, each beside some of the others' values:
+    twice as many as the longest list has, the firsts first.
+    """
+    most = max(map(len, lists))
+    return [
+        tuple(
+            values[(at + place * (at // most)) % len(values)] for place, values in enumerate(lists)
+        )
+        for at in range(2 * most)
+    ]
+
+
 def _values(case) -> tuple[object, ...]:
     return case if isinstance(case, tuple) else (case,)
 

@@ -26,7 +26,7 @@ from tests.attention.oracle import (
     odd_nodes,
     tree_of,
 )
-from tests.helpers import CPU, first, needs_program
+from tests.helpers import CPU, first, in_turns, needs_program
 from tswift.attention import native
 from tswift.attention.backends import choose
 from tswift.attention.native import NativeAttention
@@ -222,8 +222,17 @@ WINDOWS = [
 
 
 @pytest.mark.usefixtures("never_stock")
-@pytest.mark.parametrize("dtype", first(1, [torch.float32, torch.float16, torch.int16, torch.int8]))
-@pytest.mark.parametrize("spec", first(1, [*WINDOWS, AttentionSpec(130, 2.5)]), ids=str)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    first(
+        1,
+        in_turns(
+            [*WINDOWS, AttentionSpec(130, 2.5)],
+            [torch.float32, torch.float16, torch.int16, torch.int8],
+        ),
+    ),
+    ids=str,
+)
 def test_windows_and_soft_caps(spec, dtype):
     """The numbers, and the bits of plain decoding; keys before all windows may be anything."""
     for prefix, nodes in ((0, 1), (7, 64), (130, 5), (1500, 1), (1500, 33), (6000, 9)):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import ARCHITECTURES
 from tests.fuzzing import few
-from tests.helpers import CPU, first, needs_triton, random_tree, seeded
+from tests.helpers import CPU, first, in_turns, needs_triton, random_tree, seeded
 from tswift.attention import backends_check, sdpa
 from tswift.attention.backends import BACKENDS
 from tswift.attention.sdpa import TreeAttention
@@ -224,21 +224,24 @@ def states_of(rows: Tensor, seed: int = 9):
     return states, plain_norm(rows, weight, EPS)
 
 
+ROWS = [17, 1, 64]
+
+
 def picked(states, at: list[int], more: Tensor | None = None):
     """Some of the rows, and others behind them."""
     rows = states.rows[at] if more is None else torch.cat([states.rows[at], more])
     return states._replace(rows=rows, squares=kernels.squares_of(rows))
 
 
-@pytest.mark.parametrize("dtype", first(1, HALVES))
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "parts"), first(1, [(64, 40, 4), (24, 48, 1), (32, 192, 1), (96, 64, 4)])
-)
-@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_a_product_is_added_to_what_went_in(rows, inputs, outputs, parts, dtype):
+SUMS = [(64, 40, 4), (24, 48, 1), (32, 192, 1), (96, 64, 4)]
+
+
+@pytest.mark.parametrize(("rows", "sizes", "dtype"), first(1, in_turns(ROWS, SUMS, HALVES)))
+def test_a_product_is_added_to_what_went_in(rows, sizes, dtype):
     """Close to float64, its parts added in order; a row has its bits wherever it is, and whatever
     is beside it.
     """
+    inputs, outputs, parts = sizes
     given = random(1, rows, inputs + 3, dtype=dtype)[:, :inputs]
     hidden = random(5, rows, outputs, dtype=dtype)
     product = linear(2, outputs, inputs, dtype)
@@ -255,16 +258,15 @@ def test_a_product_is_added_to_what_went_in(rows, inputs, outputs, parts, dtype)
         assert same_bits(twice[at], squares[-1])
 
 
-@pytest.mark.parametrize("dtype", first(1, HALVES))
-@pytest.mark.parametrize(
-    ("hidden", "heads", "head", "normed"),
-    first(1, [(64, (6, 2), 16, True), (24, (1, 1), 64, False), (96, (3, 3), 24, True)]),
-)
-@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtype):
+MADE = [(64, (6, 2), 16, True), (24, (1, 1), 64, False), (96, (3, 3), 24, True)]
+
+
+@pytest.mark.parametrize(("rows", "made", "dtype"), first(1, in_turns(ROWS, MADE, HALVES)))
+def test_heads_are_made_of_hidden_states(rows, made, dtype):
     """Normalised, multiplied, rotated and stored, as plain PyTorch does it of the product's parts;
     a row has its bits wherever it is.
     """
+    hidden, heads, head, normed = made
     states, normalised = states_of(random(1, rows, hidden, dtype=dtype))
     sizes = [head * count for count in (heads[0], heads[1], heads[1])]
     three = [linear(10 * at, size, hidden, dtype) for at, size in enumerate(sizes)]
@@ -289,10 +291,11 @@ def test_heads_are_made_of_hidden_states(rows, hidden, heads, head, normed, dtyp
         assert same_bits(alone.keys[:, 5 + at], plain[1][-1])
 
 
-@pytest.mark.parametrize("dtype", first(1, HALVES))
-@pytest.mark.parametrize(("hidden", "inner"), first(1, [(64, 40), (24, 48)]))
-@pytest.mark.parametrize("rows", first(1, [17, 1, 64]))
-def test_an_mlp_begins_with_two_products(rows, hidden, inner, dtype):
+@pytest.mark.parametrize(
+    ("rows", "sizes", "dtype"), first(1, in_turns(ROWS, [(64, 40), (24, 48)], HALVES))
+)
+def test_an_mlp_begins_with_two_products(rows, sizes, dtype):
+    hidden, inner = sizes
     states, normalised = states_of(random(1, rows, hidden, dtype=dtype) / 4)
     gate, up = (linear(seed, inner, hidden, dtype) for seed in (2, 4))
     active = kernels.multiply_silu(states, gate, up)
