@@ -29,8 +29,7 @@ from tswift.sampling.parameters import SamplingParams
 pytestmark = needs_program
 ARCHITECTURES = [kind for kind in KINDS if not kind.startswith("of ")]
 METHODS = ("auto", "recall", "reuse", "magicdec")
-LENGTHS = {None: 400, "int4": 800}  # by weights
-KILLED = 200
+LENGTH, KILLED = 400, 200
 TOKENS = 320
 FIELDS = {"nodes": 12, "budget": 128, "sinks": 4}
 
@@ -68,12 +67,11 @@ def test_all_methods_give_the_tokens_of_plain_decoding(kind, weights, tmp_path):
     assert may_serve(skeleton(model.target.model.config))
     params = SamplingParams(min_p=0.02)
     prompt = model.encode(SENTENCES[0])
-    length = LENGTHS[weights]
 
     def text(model, method, written=()):
         options = options_for(method, **FIELDS)
         steps = generate(
-            model, prompt, length, method=method, options=options, params=params, written=written
+            model, prompt, LENGTH, method=method, options=options, params=params, written=written
         )
         return [*written, *tokens_of(steps)]
 
@@ -86,7 +84,7 @@ def test_all_methods_give_the_tokens_of_plain_decoding(kind, weights, tmp_path):
     assert text(load(folder, weights=weights), "recall", wanted[:KILLED]) == wanted
     params = replace(params, banned=model.eos_ids)
     found = audit(model.target, prompt, wanted, params, 0)
-    assert (found.exact, found.violations) == (length, [])
+    assert (found.exact, found.violations) == (LENGTH, [])
     altered = [
         token if place != 300 else (token + 1) % TOKENS for place, token in enumerate(wanted)
     ]

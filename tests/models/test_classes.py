@@ -198,7 +198,8 @@ def test_a_text_that_grows_long_turns_alike_from_its_start(positions, kept, tmp_
         ],
     ),
 )
-def test_what_becomes_of_a_class(kind, became, told):
+def test_what_becomes_of_a_class(kind, became, told, monkeypatch):
+    monkeypatch.setattr(classes, "LENGTH", 30)
     if kind not in classes.kinds():
         pytest.skip("this transformers has no such class")
     cells = classes.row(kind)
