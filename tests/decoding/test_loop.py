@@ -63,7 +63,6 @@ def parameters(
 
 # sampling parameters, draft options, seed, prompt length, tokens, kind of model
 TEXTS = {
-    "greedy": (parameters(temperature=0), PAPER, 1, 40, 90, "gqa"),
     "greedy, small penalty": (
         parameters(temperature=0, penalty=1.05, window=2),
         WIDE,
@@ -73,6 +72,7 @@ TEXTS = {
         "mha",
     ),
     "T 1": (parameters(), PAPER, 3, 60, 80, "mqa"),
+    "greedy": (parameters(temperature=0), PAPER, 1, 40, 90, "gqa"),
     "T 1, seldom surprised": (parameters(temperature=0.3), BLIND, 4, 120, 110, "gqa"),
     "top-p": (parameters(temperature=0.7, top_p=0.8), WIDE, -5, 1, 164, "mha"),
     "min-p": (parameters(temperature=0.7, min_p=0.2), CHAIN, 6, 2, 150, "gqa"),
@@ -132,7 +132,7 @@ SYSTEMS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*first(3, CASES[:-1]), CASES[-1]], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [*first(2, CASES[:-1]), CASES[-1]], ids=str)
 def test_every_method_writes_the_text_of_plain_decoding(name, dtype):
     params, options, seed, prompt_length, length, kind = TEXTS[name]
     target = tiny_target(kind, dtype, layers=2)

@@ -94,7 +94,7 @@ def test_a_stop_string_cuts_a_step_and_spans_tokens(model):
     cut = 0
     whole = steps_of(model, "standalone", greedy)  # by itself: five tokens a step
     tokens = tokens_of(whole)
-    for count in range(10, len(tokens), 6):
+    for count in range(10, len(tokens), 8):
         before, text = (
             text_of(model.tokenizer, tokens[: count - 2]),
             text_of(model.tokenizer, tokens[:count]),
