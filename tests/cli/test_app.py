@@ -20,6 +20,7 @@ from tests.words import words_of
 from tswift.cli.output import Display, Pace
 from tswift.decoding.stats import DecodeStats
 from tswift.errors import DecodeError
+from tswift.jobs.config import RunConfig
 from tswift.models.config import SHAPES
 
 
@@ -186,8 +187,10 @@ import time
 from types import SimpleNamespace
 from tswift.cli.output import Display
 from tswift.decoding.stats import DecodeStats
+from tswift.jobs.config import RunConfig
 stats = DecodeStats(4, tokens=10, passes=2, seconds=0.5)
-with Display(SimpleNamespace(prompt=[1], length=100), quiet=False, progress=True) as display:
+job = SimpleNamespace(prompt=[1], config=RunConfig.of(length=100))
+with Display(job, quiet=False, progress=True) as display:
     for word in "one two three\\nfour [bold]five[/bold] six seven eight nine ten".split(" "):
         display.show(word + " ", stats)
         time.sleep(0.1)
@@ -205,7 +208,7 @@ def test_text_goes_above_the_bar_in_whole_lines():
 
 def test_raw_when_stdout_is_no_terminal(capfdbinary):
     stats = DecodeStats(4, tokens=1)
-    job: Any = SimpleNamespace(prompt=[1], length=10)
+    job: Any = SimpleNamespace(prompt=[1], config=RunConfig.of(length=10))
     with Display(job, quiet=True, progress=True) as display:
         display.show("é\n", stats)
         display.show("[b]", stats)

@@ -76,8 +76,15 @@ def takes(
 
         @wraps(function)
         def command(context: typer.Context, **values: object) -> None:
+            # the usual option goes through no function's hands
+            values = {
+                name: _found(value, name) if isinstance(value, (Path, list)) else value
+                for name, value in values.items()
+            }
             typed = {
-                name: _found(_value(name, values[name], option), name)
+                name: _value(name, values[name], option)
+                if option.parse is not None or option.repeat
+                else values[name]
                 for name, (_, _, option) in carried.items()
                 if values[name] not in (None, [])
             }
@@ -86,9 +93,7 @@ def takes(
                     raise InputError("is given both ways", each.name)
             for own_option in (_HELP_ALL, _THREADS):
                 values.pop(own_option.name, None)
-            others = {
-                name: _found(value, name) for name, value in values.items() if name not in carried
-            }
+            others = {name: value for name, value in values.items() if name not in carried}
             try:
                 function(Typed(typed, context.obj, context.command.params), **others)
             except KeyboardInterrupt as stop:  # which signal it was, typer does not ask
