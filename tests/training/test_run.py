@@ -10,7 +10,9 @@ import re
 import shutil
 import signal
 from errno import ENOSPC
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,7 +197,9 @@ def test_what_a_kill_leaves_is_gone_on_with_from_the_checkpoint(
     same(out, whole)
 
 
-def test_time_can_end_it(tiny, tmp_path):
+def test_time_can_end_it(tiny, tmp_path, monkeypatch):
+    ticks = count(0.0, 1 / 32)  # a step takes one, however busy the machine is
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     config = config_of(tiny, steps=None, minutes=0.5 / 60, warmup=10_000, eval_every=0)
     outcome = train(config, tmp_path / "out")
     lines = [
