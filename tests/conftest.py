@@ -77,14 +77,16 @@ def pytest_configure():
 def pytest_unconfigure():
     if _CACHE:
         _hand_on(Path(_CACHE, "tswift"), _COMPILED)
-        shutil.rmtree(_CACHE)
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 _COMPILED = Path(__file__).parents[1] / "build" / "compiled"
 
 
 def _hand_on(libraries: Path, folder: Path):
-    """Compiled C of the last days, called by its sources and checked when it is loaded."""
+    """Copy compiled C of the last three days, which is called by its sources and checked when it is
+    loaded.
+    """
     folder.mkdir(0o700, parents=True, exist_ok=True)
     for file in libraries.glob("*.s[oh]*"):
         if time.time() - file.stat().st_mtime < 3 * 24 * 3600:
