@@ -748,7 +748,7 @@ FAULTS = [
     Fault("what is remembered may be nested too deeply to be read", "remembered.py", "test_remembered.py",
           "AttributeError, RecursionError)", "AttributeError)"),
     Fault("what is remembered and broken is made anew without a word", "models/checkpoint.py", "test_remembered.py",
-          'if ours != "ignore":', "if False:"),
+          'warnings.simplefilter("ignore" if asked == "ignore" else "always", kind)', "pass"),
     Fault("a GPU's costs are measured over few keys", "drafting/costs.py", "drafting/test_costs.py",
           '"cuda": (49_152,', '"cuda": (4_096,'),
     Fault("costs are of steps that accept nothing", "drafting/costs.py", "drafting/test_costs.py",

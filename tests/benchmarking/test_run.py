@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import random
+from copy import copy
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -631,25 +632,21 @@ def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):
     weight = target.model.get_output_embeddings().weight
     weight[half : 2 * half] = weight[:half]  # every token has a twin that is exactly as likely
 
-    class Nudged:
-        """The same target, but for the twins' last bit, once: if it were always,
-        that would be no rounding.
+    nudged_target = copy(target)
+
+    def nudged_logits(hidden):
+        """The same, but for the twins' last bit, once: if it were always, that would be no
+        rounding.
         """
+        nudged_target.logits = target.logits
+        logits = target.logits(hidden).clone()
+        logits[..., half:] = torch.nextafter(logits[..., half:], torch.tensor(torch.inf))
+        return logits
 
-        nudges = 1
-
-        def __getattr__(self, name):
-            return getattr(target, name)
-
-        def logits(self, hidden):
-            logits = target.logits(hidden).clone()
-            if self.nudges:
-                logits[..., half:] = torch.nextafter(logits[..., half:], torch.tensor(torch.inf))
-            self.nudges = 0
-            return logits
+    nudged_target.logits = nudged_logits
 
     def nudge(generation):
-        generation.decoding._target = Nudged()
+        generation.decoding._target = nudged_target
 
     patched(monkeypatch, "medusa", nudge)
     comparison = compared(config, 60)
