@@ -18,6 +18,8 @@ from tswift.cli import main
 from tswift.files import unwritable
 from tswift.jobs.batch import BATCH, OUT, Batch, reopen
 from tswift.jobs.folder import FINISHED, RunFolder, SaveFailed, read_record
+from tswift.jobs.job import Signals
+from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
 from tswift.options import parse_shard
 from tswift.serving.requests import parse
@@ -262,6 +264,19 @@ def test_chats(tiny, tmp_path):
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "one"},
     ]
+
+
+def test_a_worker_loads_its_model_once(prompts, tmp_path, monkeypatch):
+    """It asks for some texts at a time."""
+    loads = []
+    right = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda wanted: loads.append(1) or right(wanted))
+    batch = Batch(prompts, tmp_path / "out", {"length": 2})
+    batch.claim()
+    with Signals() as signals:
+        for task in batch.tasks[:2]:
+            assert len([*batch.make([task], [], signals)]) == 1
+    assert len(loads) == 1
 
 
 def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):

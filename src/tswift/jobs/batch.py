@@ -86,6 +86,7 @@ class Batch:
         self.out = out
         self._values = values
         self._prompts = prompts
+        self._model: LoadedModel | None = None
         self.config = RunConfig.of(**{**_before(out, values), **values}, prompt_text="a line's")
         _, self._system = self.config.read()
         self.tasks = list(self._read())
@@ -180,7 +181,8 @@ class Batch:
         left = [task for task in tasks if not task.done]
         if not left:
             return
-        model = self._load(left)
+        # workers ask for some texts at a time
+        model = self._model = self._model or self._load(left)
         for task in left:
             job: Job | None = None
             if not (task.folder / RECORD).exists():

@@ -142,10 +142,10 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
 def _tell_left(plan: ModelPlan, names: Iterable[str]) -> None:
     """Tell of tensors that neither the network nor what drafts for it reads."""
     config = plan.config
-    left = sorted(
+    left = [
         name
         for name in names
         if not (_COMPUTED.search(name) or of_heads(name, config) or of_own_head(name, config))
-    )
+    ]
     if left:
-        notice(f"{plan.name}: nothing reads {len(left):,} of its tensors, such as {left[0]}")
+        notice(f"{plan.name}: nothing reads {len(left):,} of its tensors, such as {min(left)}")
