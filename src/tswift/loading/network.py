@@ -118,7 +118,7 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         output_loading_info=True,
         device_map=plan.device if _placed(plan) else None,
     )
-    if (plan.quantization is None) == bool(getattr(network, "hf_quantizer", None)):
+    if plan.quantization and not getattr(network, "hf_quantizer", None):
         raise InputError(
             f"{model} is quantised in a way that transformers does not know here", "model"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -427,9 +428,10 @@ class Sampler:
             return self.draw(logits, seen, places.tolist()), []
         tokens, scores = self.candidates(logits, seen, places, 2, drawn=True)
         # together, as each tolist waits for the device; float64 holds every token id
-        drawn, others, leads = torch.stack(
-            [_drawn(tokens, scores), tokens[:, 1], scores[:, 0] - scores[:, 1]]
+        drawn, others, *found = torch.stack(
+            [_drawn(tokens, scores), tokens[:, 1], *scores.T]
         ).tolist()
+        leads = map(operator.sub, *found)
         return [*map(int, drawn)], [*zip(map(int, others), leads, strict=True)]
 
     def program(self, dtype: torch.dtype) -> CSampler | None:
