@@ -90,7 +90,7 @@ def _packed_network(plan: ModelPlan) -> PreTrainedModel:
     stored = checkpoint.tensors
     by_transformers = partial(_from_safetensors, plan)
     # transformers knows other names for some, or what makes weights of several tensors
-    converted = bool(missing_names(checkpoint, stored)) or own_quantization(plan.config) is not None
+    converted = own_quantization(plan.config) or missing_names(checkpoint, stored)
     if not converted:
         _tell_left(plan, stored.keys() - checkpoint.skeleton.state_dict().keys())
     if kind is not None:

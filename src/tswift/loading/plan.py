@@ -206,7 +206,7 @@ class ModelPlan:
             return rounded_bytes(network, self.asked.weights, self.dtype)
         if file is not None and self.coded:
             return gguf_bytes(file, self.dtype)
-        if self.quantization is not None:
+        if self.quantization:
             return 0
         return (
             sum(each.numel() for each in network.parameters()) * (self.held or self.dtype).itemsize
@@ -303,7 +303,7 @@ def _quantised(config: PreTrainedConfig, on_cpu: bool) -> str | None:
 def _packs(asked: ModelConfig, checkpoint: Checkpoint) -> bool:
     """Whether C products can hold a model's matrices here: they are plain numbers."""
     config = checkpoint.config
-    if _coded(asked, checkpoint) or _quantised(config, True) is not None:
+    if _coded(asked, checkpoint) or _quantised(config, True):
         return False
     if asked.attention not in ("auto", "native"):
         return False

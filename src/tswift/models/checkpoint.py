@@ -138,12 +138,11 @@ def silence() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
-            ours = {
-                kind: next((how for how, _, of, *_ in warnings.filters if issubclass(kind, of)), "")
-                for kind in (Notice, SlowWarning)
-            }
+            # others' filters are for some texts or modules
+            alike = [each for each in warnings.filters if not any(each[1::2])]
             warnings.simplefilter("ignore")
-            for kind, asked in ours.items():
+            for kind in (Notice, SlowWarning):
+                asked = next((how for how, _, of, *_ in alike if issubclass(kind, of)), "")
                 warnings.simplefilter("ignore" if asked == "ignore" else "always", kind)
             yield
     finally:
