@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from tswift.errors import (
     InputError,
@@ -34,10 +32,7 @@ from tswift.forward.target import Target
 from tswift.loading.network import read_network
 from tswift.loading.plan import ModelPlan, plan_model
 from tswift.machine import return_free_memory
-from tswift.models.architecture import (
-    own_quantization,
-    refuse_unsupported,
-)
+from tswift.models.architecture import own_quantization, refuse_unsupported
 from tswift.models.checkpoint import (
     Checkpoint,
     as_input_error,
@@ -48,19 +43,13 @@ from tswift.models.checkpoint import (
     tokenizer_hash,
 )
 from tswift.models.codes import holds_codes
-from tswift.models.config import (
-    DEMO,
-    ModelConfig,
-)
+from tswift.models.config import DEMO, ModelConfig
 from tswift.models.devices import dtype_name, dtype_note
 from tswift.models.hashes import config_hash, weights_hash
 from tswift.native_build import Unbuilt
 from tswift.remembered import NO_CHECKS, Checks
 from tswift.speculators.heads import Heads
-from tswift.speculators.heads_files import (
-    heads_of_source,
-    heads_source,
-)
+from tswift.speculators.heads_files import heads_of_source, heads_source
 from tswift.stages import tell
 
 if TYPE_CHECKING:

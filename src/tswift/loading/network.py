@@ -109,6 +109,9 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
     """The model that transformers reads."""
     config = plan.config
     model = plan.name
+    own, kept = own_quantization(config), plan.quantization
+    if own and not kept:  # said, as with a GPU beside transformers would leave codes on a CPU
+        config.quantization_config |= {"dequantize": True}
     network, info = class_of(config).from_pretrained(
         plan.checkpoint.source,
         config=config,
@@ -118,7 +121,7 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         output_loading_info=True,
         device_map=plan.device if _placed(plan) else None,
     )
-    if plan.quantization and not getattr(network, "hf_quantizer", None):
+    if own and bool(kept) != bool(getattr(network, "hf_quantizer", None)):
         raise InputError(
             f"{model} is quantised in a way that transformers does not know here", "model"
         )
@@ -133,7 +136,7 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
         name for name in plan.checkpoint.tensors if any(re.search(each, name) for each in ignored)
     }
     _tell_left(plan, silently | info["unexpected_keys"])
-    if own_quantization(config) and not plan.quantization:
+    if own and not kept:
         for weight in network.parameters():  # 5.23 leaves what it dequantises in another dtype
             weight.data = weight.data.to(plan.held or plan.dtype)
     return network

@@ -32,6 +32,7 @@ from tswift.models.checkpoint import (
     stored_tensors,
 )
 from tswift.models.codes import holds_codes
+from tswift.models.config import refuse_shape
 from tswift.models.shapes import fill_randomly
 from tswift.native_build import Unbuilt
 from tswift.speculators.draft_network import DraftNetwork
@@ -175,6 +176,7 @@ def _round_layers(network: DraftNetwork) -> None:
 @renaming(model=OPTION)
 def _folder(name: str) -> Path:
     """The folder of a drafter; of a hub id its configuration and safetensors are fetched."""
+    refuse_shape(name)
     folder = Checkpoint.find(name).fetched().folder
     assert folder is not None
     return folder
