@@ -372,6 +372,19 @@ def test_fp8_with_scales_of_blocks_is_served_as_floats(folder, tmp_path, dtype, 
     }
 
 
+def test_fp8_without_what_reads_it_is_one_line(folder, monkeypatch):
+    module = pytest.importorskip("transformers.quantizers.quantizer_finegrained_fp8")
+    monkeypatch.setattr(module, "is_accelerate_available", lambda: False)
+    add(folder, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}})
+    with refused(r"^model: .* cannot be loaded .*accelerate"):
+        load(str(folder), device="cpu")
+
+
+def test_a_shape_drafts_for_no_real_model(checkpoint):
+    with refused(r"^drafter: shape:llama3.1-8b has random weights"):
+        load(str(checkpoint), drafter="shape:llama3.1-8b")
+
+
 @pytest.fixture
 def online(monkeypatch):
     """As far as anybody has said; nothing listens there."""

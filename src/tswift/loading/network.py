@@ -110,7 +110,8 @@ def _from_safetensors(plan: ModelPlan) -> PreTrainedModel:
     config = plan.config
     model = plan.name
     own, kept = own_quantization(config), plan.quantization
-    if own and not kept:  # said, as with a GPU beside transformers would leave codes on a CPU
+    # on a machine with a GPU transformers leaves a model on the CPU in FP8, unless it is told
+    if own and not kept:
         config.quantization_config |= {"dequantize": True}
     network, info = class_of(config).from_pretrained(
         plan.checkpoint.source,
