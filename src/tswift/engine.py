@@ -13,6 +13,7 @@ from tswift.decoding.drafter import Step, WalkFn
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
+from tswift.decoding.work import Work
 from tswift.drafting.costs import costs_of
 from tswift.drafting.methods import make_drafter, possible, resolved
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
@@ -133,6 +134,10 @@ class Generation:
     def steps(self) -> Iterator[Step]:
         """The steps of the decode; prefills first unless that was done."""
         return self.decoding.steps(self.rules.ends, self.text)
+
+    def stepping(self) -> Work[Step]:
+        """The next step of the prefilled decode."""
+        return self.decoding.stepping(self.rules.ends, self.text)
 
 
 def begin(

@@ -47,6 +47,7 @@ from tswift.decoding.drafter import (
     WalkFn,
 )
 from tswift.decoding.step import Stepper, Walked
+from tswift.decoding.work import Work
 from tswift.forward.cuda.graphs import sizes
 from tswift.forward.notes import warn_of_fallbacks
 from tswift.forward.passes import Forwarded, Nodes
@@ -179,7 +180,8 @@ class DeviceStepper(Stepper[_Proposed]):
         for each in [target] if self._draft is None else [target, self._draft.target]:
             warn_of_fallbacks(each)
 
-    def _walk(self, proposed: _Proposed) -> Walked:
+    def _walk(self, proposed: _Proposed) -> Work[Walked]:
+        yield from ()  # nobody shares its passes
         launched = self._launched or self._launch(proposed)
         self._launched = None
         self._drafted = False

@@ -24,9 +24,10 @@ from tswift.decoding.device_step import DeviceStepper
 from tswift.decoding.drafter import Context, Drafter, DraftTree, Step, WalkFn
 from tswift.decoding.step import Stepper, Walked
 from tswift.decoding.text import TextStream
+from tswift.decoding.work import Work, alone
 from tswift.errors import DecodeError
 from tswift.forward.passes import Nodes
-from tswift.forward.target import Target
+from tswift.forward.target import Ask, Target
 from tswift.forward.text import OnProgress, chunks, first_broken
 from tswift.machine import synchronize
 from tswift.sampling.kernels import use_kernels
@@ -57,7 +58,7 @@ class HostStepper(Stepper[DraftTree]):
         self._with_runner_up = with_runner_up
         self._propose = partial(drafter.propose, context)
 
-    def _walk(self, proposed: DraftTree) -> Walked:
+    def _walk(self, proposed: DraftTree) -> Work[Walked]:
         tree, target, context = proposed, self._target, self._context
         places = [context.position + depth for depth in tree.depths]
         tokens, positions = torch.from_numpy(np.array([tree.tokens, places])).to(
@@ -73,7 +74,11 @@ class HostStepper(Stepper[DraftTree]):
         )
         nodes = Nodes(tokens, positions, context.kv, ancestors)
         by_program = not self._simulate and sampler.program(torch.float32) is not None
-        forwarded, logits, (drawn, leads) = target.verify(nodes, draw, by_program)
+        asked = time.perf_counter()
+        answer = yield Ask(target, nodes, draw, by_program)
+        assert answer is not None
+        self._elsewhere += time.perf_counter() - asked - answer.seconds
+        forwarded, logits, (drawn, leads) = answer[:3]
         context.digest = None
         path = self._simulate(tree, drawn) if self._simulate else tree.walk(drawn)
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
@@ -152,6 +157,7 @@ class Decoding:
         self._target = target
         self._drafter = drafter
         self._left = length - len(written)
+        self._ended = False
         self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
@@ -168,6 +174,12 @@ class Decoding:
     def prefill(
         self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()
     ) -> float:
+        """Prefill at once: see :meth:`prefilling`."""
+        return alone(self.prefilling(on_progress, others))
+
+    def prefilling(
+        self, on_progress: OnProgress | None = None, others: Sequence[Decoding] = ()
+    ) -> Work[float]:
         """Forward the text so far, all but its last token, which is the first draft's root;
         returns the seconds taken.
 
@@ -194,6 +206,9 @@ class Decoding:
                 each._drafter.prefilled(each._context, forwarded)
             if on_progress is not None:
                 on_progress(self._kv.length, len(text))
+            paused = time.perf_counter()
+            yield None
+            started += time.perf_counter() - paused
         refuse_broken(self._target, self._kv, self._context.text, self._context.sampler.params)
         for each in others:
             each._kv.copy_from(self._kv)
@@ -236,46 +251,53 @@ class Decoding:
         for history in self._drafter.histories:
             history.committed(begun)
 
-    def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
-        """Generate up to ``length`` tokens, or up to and including the first that ends the text.
+    @property
+    def ended(self) -> bool:
+        """Whether the text is as long as wanted, or has come to its end."""
+        return self._ended or self._left <= 0
 
-        Tokens of ``stop`` end it, and stop strings and loops of ``text``, to which what is
+    def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
+        """Generate up to ``length`` tokens, or up to and including the first that ends the text;
+        see :meth:`stepping`.
+        """
+        if not self._prefilled:
+            self.prefill()
+        if self.ended:
+            raise RuntimeError("the steps of a decode can be taken once")
+        while not self.ended:
+            yield alone(self.stepping(stop, text))
+
+    def stepping(self, stop: Collection[int] = (), text: TextStream | None = None) -> Work[Step]:
+        """Take the next step of a prefilled decode.
+
+        Tokens of ``stop`` end the text, and stop strings and loops of ``text``, to which what is
         generated is added; with that, steps have their texts, the last one what was held back, too.
 
         Raises:
             NotFinite: the model gave NaN or infinity where a token was to be drawn. That step adds
                 nothing.
         """
-        if not self._prefilled:
-            self.prefill()
-        left, self._left = self._left, 0
-        if not left:
-            raise RuntimeError("the steps of a decode can be taken once")
-        ended = False
         pieces: list[str] = []
 
         def truncate(tokens: Sequence[int]) -> int:
-            nonlocal ended
             for count, token in enumerate(tokens, start=1):
-                ended = token in stop
+                self._ended = token in stop
                 if text is not None:
                     pieces.append(text.add((token,)))
-                    ended = ended or text.ended
-                if ended:
+                    self._ended = self._ended or text.ended
+                if self._ended:
                     return count
             return len(tokens)
 
         assert self._stepper is not None
-        while left > 0 and not ended:
-            with self._finite(self._context):
-                step = self._stepper.step(left, truncate)
-            left -= len(step.tokens)
-            if text is not None:
-                if ended or left <= 0:  # nothing is to come that could complete it
-                    pieces.append(text.finish())
-                step = replace(step, text="".join(pieces))
-                pieces.clear()
-            yield step
+        with self._finite(self._context):
+            step = yield from self._stepper.stepping(self._left, truncate)
+        self._left -= len(step.tokens)
+        if text is not None:
+            if self.ended:  # nothing is to come that could complete it
+                pieces.append(text.finish())
+            step = replace(step, text="".join(pieces))
+        return step
 
     def settle(self) -> float:
         """Wait for the device's work on the steps so far; returns the seconds that took."""

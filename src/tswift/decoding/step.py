@@ -1,7 +1,8 @@
 """One step of a decode, whoever computes it: propose, forward, draw, walk, commit.
 
 :class:`Stepper` has the order of a step, and what follows from it for the text.
-``loop.HostStepper`` and ``device_step.DeviceStepper`` say how each part is done.
+``loop.HostStepper`` and ``device_step.DeviceStepper`` say how each part is done. A step is
+:data:`~tswift.decoding.work.Work`: it stops where it wants a pass, which other texts may share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tswift.decoding.drafter import Context, Drafter, Step, TruncateFn, WalkFn
+from tswift.decoding.work import Work, alone
 from tswift.forward.passes import Forwarded
 from tswift.forward.target import Target
 from tswift.sampling.rule import NoTokenLeft, Sampler
@@ -71,9 +73,14 @@ class Stepper(ABC, Generic[T]):
         self._context = context
         self._drafter = drafter
         self._simulate = simulate
+        self._elsewhere = 0.0  # seconds of the step under way that went to other texts
+
+    def step(self, max_new: int, truncate: TruncateFn = len) -> Step:
+        """Take a step whose passes nobody shares; see :meth:`stepping`."""
+        return alone(self.stepping(max_new, truncate))
 
     @torch.inference_mode()
-    def step(self, max_new: int, truncate: TruncateFn = len) -> Step:
+    def stepping(self, max_new: int, truncate: TruncateFn = len) -> Work[Step]:
         """Take a step: at least one token is added to the context's text,
         and what was forwarded to its cache.
 
@@ -89,11 +96,12 @@ class Stepper(ABC, Generic[T]):
         drafter = self._drafter
         proposed = self._propose(max_new)
         drafted = time.perf_counter()
-        walked = self._walk(proposed)
+        self._elsewhere = 0.0
+        walked = yield from self._walk(proposed)
         if not walked.path and (root := self._without_draft(proposed)) is not None:
             # not yet a fault: a drafted token may overflow in the model, and its NaN spreads in the
             # pass
-            walked = self._walk(root)
+            walked = yield from self._walk(root)
         if not walked.path:
             raise NoTokenLeft(walked.logits[0])
         new = walked.tokens
@@ -107,7 +115,8 @@ class Stepper(ABC, Generic[T]):
         context.last = walked.forwarded
         context.path = walked.path
         context.logits = walked.logits
-        context.drafting, context.passing = drafted - started, time.perf_counter() - drafted
+        context.drafting = drafted - started
+        context.passing = time.perf_counter() - drafted - self._elsewhere
         drafter.committed(context)
         self._look_ahead()
         accepted = min(len(walked.path) - 1, len(kept))
@@ -132,7 +141,7 @@ class Stepper(ABC, Generic[T]):
         self._context.last = None
 
     @abstractmethod
-    def _walk(self, proposed: T) -> Walked:
+    def _walk(self, proposed: T) -> Work[Walked]:
         """Forward a tree, draw a token after each node, and walk along what was drawn."""
 
     @abstractmethod

@@ -7,10 +7,11 @@ of our own, and extra keyword arguments, which reach that function from the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,20 +165,19 @@ class Target(WrappedModel):
         """
         return self.runner.forward(nodes)
 
-    def verify(
-        self, nodes: Nodes, draw: Callable[..., T], by_program: bool
-    ) -> tuple[Forwarded, Tensor, T]:
-        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them.
-
-        ``by_program``: whether ``draw`` may also be given the address of what logits are computed
-        from: all is one C function then, where there is one for such passes.
-        """
-        found = self.runner.verify(nodes, draw) if by_program else None
-        if found is not None:
-            return found
-        forwarded = self.forward(nodes)
-        logits = self.logits(forwarded.hidden)
-        return forwarded, logits, draw(logits)
+    @torch.inference_mode()
+    def verify(self, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+        """Make the passes that some texts want, shared where that keeps their bits, and draw."""
+        answers = []
+        for ask in asks:
+            started = time.perf_counter()
+            found = self.runner.verify(ask.nodes, ask.draw) if ask.by_program else None
+            if found is None:
+                forwarded = self.forward(ask.nodes)
+                logits = self.logits(forwarded.hidden)
+                found = forwarded, logits, ask.draw(logits)
+            answers.append(Verified(*found, time.perf_counter() - started))
+        return answers
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -195,3 +195,38 @@ class Target(WrappedModel):
         if rule is not None and rule != output_rule(self.model.config):
             return output_of(self.model, rule=rule)(hidden)
         return self.runner.open_logits(hidden)
+
+
+@dataclass(frozen=True)
+class Ask(Generic[T]):
+    """What one text wants of a pass, which other texts may share.
+
+    Attributes:
+        target: whose pass.
+        nodes: what to forward.
+        draw: draws tokens from their logits ``[n, V]``.
+        by_program: whether ``draw`` may also be given the address of what logits are computed from:
+            all is one C function then, where there is one for such passes.
+    """
+
+    target: Target
+    nodes: Nodes
+    draw: Callable[..., T]
+    by_program: bool = False
+
+
+class Verified(NamedTuple, Generic[T]):
+    """What a pass came to for one of its texts.
+
+    Attributes:
+        forwarded, logits: its nodes' part of the pass, and their logits ``[n, V]``.
+        drawn: what was drawn from those.
+        seconds: of the time that the pass took, as large a part as its nodes are of all.
+        texts: that shared the pass.
+    """
+
+    forwarded: Forwarded
+    logits: Tensor
+    drawn: T
+    seconds: float
+    texts: int = 1

@@ -22,6 +22,7 @@ from typing import Any
 from tswift.decoding.loop import Decoding
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.decoding.text import TextStream
+from tswift.decoding.work import Work, side_by_side
 from tswift.drafting.methods import cut_note
 from tswift.drafting.options import (
     MEASURED,
@@ -149,6 +150,14 @@ class Job:
                 figures so far.
             on_progress: called with the tokens prefilled so far and their number.
             signals: entered by the caller. The first to stop lets the step under way be finished.
+        """
+        works = iter([self.running(on_step, on_progress, signals)])
+        side_by_side(lambda _: next(works, None))
+
+    def running(
+        self, on_step: OnStep, on_progress: OnProgress | None = None, signals: Signals | None = None
+    ) -> Work[None]:
+        """As :meth:`run`, in passes that other texts may share.
 
         Raises:
             Stopped: a signal stopped it.
@@ -158,7 +167,7 @@ class Job:
         signals = signals or Signals()
         self.folder.record(self._record())
         try:
-            self._decode(on_step, on_progress, signals)
+            yield from self._decode(on_step, on_progress, signals)
         except (KeyboardInterrupt, OSError) as error:
             signals.patience = _NOTHING_STOPS
             self.state = INTERRUPTED
@@ -191,8 +200,11 @@ class Job:
         self.state = FINISHED
         on_step(self._end(), self.stats)
 
-    def _decode(self, on_step: OnStep, on_progress: OnProgress | None, signals: Signals) -> None:
-        seconds = self.generation.decoding.prefill(on_progress)
+    def _decode(
+        self, on_step: OnStep, on_progress: OnProgress | None, signals: Signals
+    ) -> Work[None]:
+        decoding = self.generation.decoding
+        seconds = yield from decoding.prefilling(on_progress)
         if self.resumed:
             self.resumed[-1]["prefill_seconds"] = seconds
         else:
@@ -200,7 +212,8 @@ class Job:
         self.folder.record(self._record())
         on_step("", self.stats)
         signals.patience = 1
-        for step in self.generation.steps():
+        while not decoding.ended:
+            step = yield from self.generation.stepping()
             self.tokens += step.tokens
             self.stats.add(step)
             self.rows = b"" if step.logprobs is None else step.logprobs.tobytes()

@@ -1,0 +1,94 @@
+"""Work that stops where it wants a pass: decodes side by side, in passes that they share.
+
+A step, a prefill and a whole job are generators: they yield an :class:`~tswift.forward.target.Ask`
+and go on with what the pass came to, or None where other texts may have a turn. :func:`alone` does
+one to its end; :func:`side_by_side` does several, and is the only loop over texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+from tswift.forward.target import Ask, Verified
+
+R = TypeVar("R")
+Work = Generator[Ask[Any] | None, Verified[Any] | None, R]
+
+
+def alone(work: Work[R]) -> R:
+    """Do work whose passes nobody shares."""
+    answer: Verified[Any] | BaseException | None = None
+    while True:
+        try:
+            ask = _go_on(work, answer)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        answer = None if ask is None else _answers([ask])[0]
+
+
+def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> None:
+    """Do work of several texts, at most ``width`` at a time.
+
+    In each round all that want a pass share passes, and one of those that read a prompt goes on.
+
+    Args:
+        more: the next work, told how many are under way; None if there is none now, which is the
+            end where none is.
+
+    Raises:
+        BaseException: the first error of any. What is under way goes on to its end before, unless
+            it was an interrupt, which goes to all.
+    """
+    asks: dict[Work[None], Ask[Any] | None] = {}
+    failed: BaseException | None = None
+
+    def go_on(work: Work[None], answer: Verified[Any] | BaseException | None) -> None:
+        nonlocal failed
+        try:
+            asks[work] = _go_on(work, answer)
+        except StopIteration:
+            asks.pop(work, None)
+        except BaseException as error:
+            asks.pop(work, None)
+            failed = failed or error
+
+    while True:
+        try:
+            if isinstance(failed, KeyboardInterrupt):
+                for work in [*asks]:
+                    go_on(work, failed)
+            while len(asks) < width and failed is None and (new := more(len(asks))) is not None:
+                go_on(new, None)
+            if not asks:
+                break
+            wanted = {work: ask for work, ask in asks.items() if ask is not None}
+            reading = next((work for work, ask in asks.items() if ask is None), None)
+            for work, answer in zip(wanted, _answers([*wanted.values()]), strict=True):
+                go_on(work, answer)
+            if reading is not None:
+                go_on(reading, None)
+        except BaseException as error:  # of ``more``, or an interrupt between two texts
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _go_on(work: Work[R], answer: Verified[Any] | BaseException | None) -> Ask[Any] | None:
+    """Let work go on with what its pass came to, or the error that there was."""
+    return work.throw(answer) if isinstance(answer, BaseException) else work.send(answer)
+
+
+def _answers(asks: Sequence[Ask[Any]]) -> Sequence[Verified[Any] | BaseException]:
+    """What passes come to; an error concerns all of a target."""
+    found: dict[int, Verified[Any] | BaseException] = {}
+    for target in {id(ask.target): ask.target for ask in asks}.values():
+        own = [place for place, ask in enumerate(asks) if ask.target is target]
+        try:
+            answers: Sequence[Verified[Any] | BaseException] = target.verify(
+                [asks[place] for place in own]
+            )
+        except BaseException as error:
+            answers = [error] * len(own)
+        found.update(zip(own, answers, strict=True))
+    return [found[place] for place in range(len(asks))]
