@@ -29,8 +29,7 @@ class Writer:
         """The texts of some rows, by their places in the file."""
         tasks = [self._batch.tasks[place] for place in rows["place"]]
         with Signals() as signals:
-            for _ in self._batch.make(tasks, ["ray_data.py"], signals):
-                pass
+            self._batch.make(tasks, ["ray_data.py"], signals)
         return {"place": rows["place"], "line": [line_of(task) for task in tasks]}
 
 

@@ -182,7 +182,10 @@ def check(
     if options.recall:
         recall = LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
     estimate = MemoryEstimate(positions, options, loaded, caches, recall, passing)
-    _refuse_memory(estimate, model.device, option)
+    # a CPU gives memory when it is written to: other texts are still to take theirs
+    open_caches = model.caches if isinstance(model, Target) and not model.on_cuda else ()
+    promised = sum((kv.capacity - kv.length) * kv.shape.bytes_per_token for kv in open_caches)
+    _refuse_memory(estimate, model.device, option, promised)
     return estimate
 
 
@@ -195,15 +198,22 @@ def refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
             )
 
 
-def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
+class NoRoom(InputError):
+    """A decode needs more memory than is free now."""
+
+
+def _refuse_memory(
+    estimate: MemoryEstimate, device: torch.device, option: str | None, promised: int = 0
+) -> None:
     if device.type != "cpu":
         on_cpu = MemoryEstimate(estimate.positions, recall_bytes=estimate.recall_bytes)
         _refuse_memory(on_cpu, torch.device("cpu"), option)
         estimate = replace(estimate, recall_bytes=0)
     free = available_bytes(device)
-    if free is None or estimate.total_bytes <= free:
+    if free is None or estimate.total_bytes + promised <= free:
         return
     # a shorter text would not help
     option = "model" if sum(estimate.loaded.values()) > free else option
     needed = f"{estimate} = {gigabytes(estimate.total_bytes)}"
-    raise InputError(f"{needed}, {device.type} has {gigabytes(free)} free", option)
+    others = f", {gigabytes(promised)} of that for texts under way" if promised else ""
+    raise NoRoom(f"{needed}, {device.type} has {gigabytes(free)} free{others}", option)

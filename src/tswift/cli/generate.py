@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -14,15 +13,17 @@ import typer
 from tswift.cli import options
 from tswift.cli.output import (
     FAILED,
+    Bars,
     abandon_stdout,
     complain,
+    figures,
     loading_notice,
     tell,
     writing_stdout,
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError, InputError, renaming
-from tswift.jobs.batch import Batch, is_batch, reopen
+from tswift.jobs.batch import Batch, Task, is_batch, reopen
 from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
@@ -31,6 +32,7 @@ from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
     from tswift.cli.output import Display
+    from tswift.decoding.stats import DecodeStats
     from tswift.jobs.job import Job, Signals
 
 
@@ -73,6 +75,15 @@ def generate(
             rare=True,
         ),
     ] = False,
+    parallel: Annotated[
+        int | None,
+        options.option(
+            "",
+            "With --prompts: texts made at once, in passes that they share; each is the same as "
+            "alone. By default 8, where passes can be shared.",
+            "--parallel",
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Audit the text at the end, as tswift verify does.")
     ] = False,
@@ -84,16 +95,15 @@ def generate(
     The text goes to stdout as it is made; text, tokens and figures to a folder.
     """
     if prompts is not None or (resume is not None and is_batch(resume)):
-        refused = {
-            "verify": verify,
-            "discard_damaged": discard_damaged,
-            "no_progress": no_progress,  # none is shown
-        }
+        refused = {"verify": verify, "discard_damaged": discard_damaged}
         alone = [name for name, asked in refused.items() if asked]
-        _many(typed, prompts, resume, shard, skip_too_long, quiet, alone)
+        bars = Bars(quiet, not no_progress)
+        _many(typed, prompts, resume, shard, skip_too_long, parallel, bars, alone)
         return
-    if shard is not None or skip_too_long:
-        raise InputError("goes with --prompts", "skip_too_long" if skip_too_long else "shard")
+    many = {"shard": shard, "skip_too_long": skip_too_long or None, "parallel": parallel}
+    for name, asked in many.items():
+        if asked is not None:
+            raise InputError("goes with --prompts", name)
     if discard_damaged and resume is None:
         raise InputError("goes with --resume", "discard_damaged")
     if resume is not None and "out" in typed.values:
@@ -142,7 +152,8 @@ def _many(
     resume: Path | None,
     shard: str | None,
     skip: bool,
-    quiet: bool,
+    parallel: int | None,
+    bars: Bars,
     refused: Sequence[str],
 ) -> None:
     """Make the texts of a file of prompts; each goes to stdout as a line of JSON when it ends."""
@@ -163,29 +174,37 @@ def _many(
     batch.skips = skip
     refuse_missing_heads(batch.config.model.heads)
     batch.claim()
-    with loading_notice(batch.config.model.model, quiet):
+    with loading_notice(batch.config.model.model, bars.quiet):
         from tswift.jobs.job import Signals, Stopped
     made = 0
+
+    def deliver(line: str) -> None:
+        nonlocal made
+        made += 1
+        bars.clear()
+        bars.write(f"{line}\n")
+
+    def on_step(task: Task, stats: DecodeStats) -> None:
+        bars.update(task.text.name, stats.tokens, task.config.text.length, figures(stats))
+
     again = f"tswift generate --resume {shlex.quote(str(batch.out))}"
     again += f" --shard {shard}" if shard else ""
     try:
-        with writing_stdout(), Signals() as signals:
-            for line in batch.make(batch.of_shard(*chosen), typed.command, signals, again):
-                made += 1
-                sys.stdout.buffer.write(f"{line}\n".encode())
-                sys.stdout.buffer.flush()
+        with writing_stdout(), bars, Signals() as signals:
+            tasks = batch.of_shard(*chosen)
+            batch.make(tasks, typed.command, signals, deliver, on_step, again, parallel)
             gathered = batch.gather()
     except (Stopped, DecodeError, InputError, OSError) as error:
         why = f"{error}; " if isinstance(error, Stopped) else ""
         if made or not isinstance(error, InputError):
-            tell(f"{why}{made:,} texts were made, {again} makes the rest", quiet)
+            bars.say(f"{why}{made:,} texts were made, {again} makes the rest")
         raise
     rest = (
         "other shards have some left"
         if gathered is None
         else f"all {len(batch.tasks):,} are in {gathered}"
     )
-    tell(f"{made:,} texts were made; {rest}", quiet)
+    bars.say(f"{made:,} texts were made; {rest}")
 
 
 def _run(job: Job, display: Display, signals: Signals) -> None:

@@ -262,6 +262,7 @@ class Bars(Reporter):
     """
 
     def __init__(self, quiet: bool, progress: bool, width: int = 12, single: bool = False) -> None:
+        self.quiet = quiet
         self._console = Console(stderr=True, quiet=quiet, emoji=False, markup=False)
         shown = progress and not quiet
         self._progress: Progress | None = None
@@ -281,6 +282,8 @@ class Bars(Reporter):
         self._started = self._logged = time.monotonic()
         self._tasks: dict[str, TaskID] = {}
         self._single = single
+        self._through_bar = self._progress is not None and _same_terminal()
+        self._line = ""  # text not yet printed above the bar
 
     def __enter__(self) -> Bars:
         if self._progress:
@@ -288,8 +291,33 @@ class Bars(Reporter):
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._line:
+            self._console.print(self._line, markup=False, highlight=False)
         if self._progress:
             self._progress.stop()
+
+    def write(self, text: str) -> None:
+        """Write to stdout at once, above bars on the same terminal;
+        OSError if nobody reads it any more.
+        """
+        if self._through_bar:
+            self._print_lines(text)
+        elif text:
+            # as bytes: the text is UTF-8 whatever the locale
+            sys.stdout.buffer.write(text.encode())
+            sys.stdout.buffer.flush()
+
+    def _print_lines(self, text: str) -> None:
+        # text and bar share a terminal, so text goes above the bar by whole lines, folded to the
+        # width
+        *lines, self._line = (self._line + text).split("\n")
+        while len(self._line) >= self._console.width:
+            cut = self._line.rfind(" ", 1, self._console.width)
+            cut = self._console.width if cut < 0 else cut
+            lines.append(self._line[:cut])
+            self._line = self._line[cut:].removeprefix(" ")
+        for line in lines:
+            self._console.print(line, markup=False, highlight=False)
 
     def say(self, message: str) -> None:
         """One line on stderr, unless quiet."""
@@ -373,31 +401,22 @@ class Display(Bars):
         super().__init__(quiet, progress, width=6, single=True)
         self._length = job.config.text.length
         self._pace = Pace(len(job.prompt))
-        self._through_bar = self._progress is not None and _same_terminal()
-        self._line = ""  # text not yet printed above the bar
 
     def __exit__(self, *error: object) -> None:
-        if self._line:
-            self._console.print(self._line, markup=False, highlight=False)
         super().__exit__(*error)
         if not self._progress and sys.stdout.isatty():
             self._console.print()  # the text need not have ended its line
 
     def show(self, text: str, stats: DecodeStats) -> None:
         """Show new text and the figures so far; OSError if nobody reads stdout any more."""
-        if self._through_bar:
-            self._print_lines(text)
-        elif text:
-            # as bytes: the text is UTF-8 whatever the locale
-            sys.stdout.buffer.write(text.encode())
-            sys.stdout.buffer.flush()
+        self.write(text)
         self._pace.learn(stats)
         if self._progress:
             self.update(
-                "", stats.tokens, self._length, f"{_figures(stats)} left {self._left(stats)}"
+                "", stats.tokens, self._length, f"{figures(stats)} left {self._left(stats)}"
             )
         elif self._due():
-            done = f"{stats.tokens:,} / {self._length:,} tokens, {_figures(stats)}"
+            done = f"{stats.tokens:,} / {self._length:,} tokens, {figures(stats)}"
             self._log_line(done, f", {self._left(stats)} left")
 
     def show_prefill(self, done: int, total: int) -> None:
@@ -434,18 +453,6 @@ class Display(Bars):
         }
         self._console.print(Table("done", ["", ""], [*rows.items()], left=1), highlight=False)
 
-    def _print_lines(self, text: str) -> None:
-        # text and bar share a terminal, so text goes above the bar by whole lines, folded to the
-        # width
-        *lines, self._line = (self._line + text).split("\n")
-        while len(self._line) >= self._console.width:
-            cut = self._line.rfind(" ", 1, self._console.width)
-            cut = self._console.width if cut < 0 else cut
-            lines.append(self._line[:cut])
-            self._line = self._line[cut:].removeprefix(" ")
-        for line in lines:
-            self._console.print(line, markup=False, highlight=False)
-
     def _log_line(self, done: str, left: str = "") -> None:
         from tswift.machine import resident_bytes
 
@@ -460,7 +467,8 @@ class Display(Bars):
         return str(timedelta(seconds=round(self._pace.left(self._length - stats.tokens))))
 
 
-def _figures(stats: DecodeStats) -> str:
+def figures(stats: DecodeStats) -> str:
+    """Those of a text in a line."""
     return (
         f"{stats.tokens_per_second:,.1f} tokens/s {stats.tokens_per_step:.2f}/step alpha "
         f"{stats.alpha:.2f}"

@@ -161,6 +161,7 @@ class Decoding:
         self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        target.caches.add(self._kv)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed

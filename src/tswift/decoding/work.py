@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from tswift.forward.target import Ask, Verified
+from tswift.errors import InputError
+from tswift.forward.target import Ask, Target, Verified
 
 R = TypeVar("R")
+_USUAL, _MOST = 8, 64  # texts
 Work = Generator[Ask[Any] | None, Verified[Any] | None, R]
 
 
@@ -25,6 +27,21 @@ def alone(work: Work[R]) -> R:
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         answer = None if ask is None else _answers([ask])[0]
+
+
+def texts_at_once(target: Target, asked: int | None = None) -> int:
+    """How many texts share passes: as asked for, else as many as usually pay.
+
+    Raises:
+        InputError: texts cannot share passes of this model, or there are to be none.
+    """
+    if asked is None:
+        return _USUAL if target.apart is None else 1
+    if asked < 1 or asked > _MOST:
+        raise InputError(f"must be between 1 and {_MOST}, got {asked}", "parallel")
+    if asked > 1 and target.apart is not None:
+        raise InputError(f"must be 1, as {target.apart}", "parallel")
+    return asked
 
 
 def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class WrappedModel:
         # how it was forwarded; None if passes are as wide as they happen to be
         self.fixed_rows: int | None = None
         self.fallbacks = Fallbacks()
+        self.caches: WeakSet[FullKV] = WeakSet()  # of decodes that somebody holds
         self._decoder = model.get_decoder()
         self.output = output_of(model)
         self._embeddings = model.get_input_embeddings()

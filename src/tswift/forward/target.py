@@ -131,6 +131,11 @@ class Target(WrappedModel):
         self._bounded = None if steps is None else weights_state(self.model)
 
     @property
+    def apart(self) -> str | None:
+        """Why each text has passes of its own; None where several texts may share one."""
+        return "a pass on a GPU is over one text" if self.on_cuda else self.fallbacks.get("exact")
+
+    @property
     def replays(self) -> bool:
         """Whether passes over a full cache can be replayed while the text grows."""
         return self.runner.replays

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -36,6 +37,8 @@ from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed, of_json, refuse_changes
 
 if TYPE_CHECKING:
+    from tswift.decoding.stats import DecodeStats
+    from tswift.decoding.work import Work
     from tswift.jobs.job import Job, Signals
     from tswift.loading.model import LoadedModel
 
@@ -167,32 +170,64 @@ class Batch:
         return self.tasks[index - 1 :: count]
 
     def make(
-        self, tasks: Sequence[Task], command: Sequence[str], signals: Signals, again: str = ""
-    ) -> Iterator[str]:
-        """Make those of some texts that are missing, and yield each as a line when it ends;
-        ``again`` is the command that goes on with all.
+        self,
+        tasks: Sequence[Task],
+        command: Sequence[str],
+        signals: Signals,
+        deliver: Callable[[str], None] = lambda line: None,
+        on_step: Callable[[Task, DecodeStats], None] = lambda task, stats: None,
+        again: str = "",
+        parallel: int | None = None,
+    ) -> None:
+        """Make those of some texts that are missing.
+
+        Args:
+            deliver: called with each as a line when it ends.
+            on_step: called after every step of a text.
+            again: the command that goes on with all.
+            parallel: texts whose passes are shared, at most; None for as many as usually pay.
 
         Raises:
             InputError, DecodeError, Stopped: as a single run's.
         """
+        from tswift.decoding.work import side_by_side, texts_at_once
         from tswift.jobs.job import start
         from tswift.jobs.resuming import resume
+        from tswift.memory import NoRoom
 
-        left = [task for task in tasks if not task.done]
+        left = deque(task for task in tasks if not task.done)
         if not left:
             return
         # workers ask for some texts at a time
         model = self._model = self._model or self._load(left)
-        for task in left:
-            job: Job | None = None
-            if not (task.folder / RECORD).exists():
-                job = start(task.config, command, loaded=model, ids=self._ids(task, model))
-            elif not task.done:
-                job = resume(task.folder, {}, False, command, loaded=model)
+        full: int | None = None  # texts for which memory has room, while another waits for it
+
+        def made(task: Task, job: Job | None) -> Work[None]:
             if job is not None:
                 job.again = again
-                job.run(lambda piece, stats: None, None, signals)
-            yield line_of(task)
+                yield from job.running(lambda piece, stats: on_step(task, stats), None, signals)
+            deliver(line_of(task))
+
+        def more(begun: int) -> Work[None] | None:
+            nonlocal full
+            if not left or begun == full:
+                return None
+            task = left[0]
+            job: Job | None = None
+            try:
+                if not (task.folder / RECORD).exists():
+                    job = start(task.config, command, loaded=model, ids=self._ids(task, model))
+                elif not task.done:
+                    job = resume(task.folder, {}, False, command, loaded=model)
+            except NoRoom:
+                if not begun:
+                    raise
+                full = begun
+                return None
+            full = None
+            return made(left.popleft(), job)
+
+        side_by_side(more, texts_at_once(model.target, parallel))
 
     def gather(self) -> Path | None:
         """The file of all texts, in the order of the prompts; None while some are missing."""
