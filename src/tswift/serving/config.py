@@ -35,6 +35,12 @@ class ServeConfig:
         panel=_PANEL,
         shown="TSWIFT_API_KEY, or none",
     )
+    parallel: int | None = option(
+        None,
+        "Requests decoded at once, in passes that they share; each text is the same as alone.",
+        panel=_PANEL,
+        shown="8, where passes can be shared",
+    )
     queue: int = option(
         8,
         "Requests that may wait; beyond it the answer is 429.",

@@ -1,4 +1,4 @@
-"""Requests as runs: a bounded queue, one thread that decodes,
+"""Requests as runs: a bounded queue, one thread that decodes some of them side by side,
 and texts that any number of readers follow.
 
 Every request is a run's folder, written and resumed by the code of ``tswift generate``. The thread
@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
+from tswift.decoding.work import Work, side_by_side, texts_at_once
 from tswift.drafting.methods import resolve
 from tswift.errors import DecodeError, InputError, Object
 from tswift.jobs.config import RunConfig, Text
@@ -41,11 +42,11 @@ from tswift.jobs.folder import (
     read_saved,
     reading,
 )
-from tswift.jobs.job import row_bytes, start, with_sampling
+from tswift.jobs.job import Job, row_bytes, start, with_sampling
 from tswift.jobs.resuming import resume
 from tswift.loading.model import LoadedModel
 from tswift.machine import ran_out
-from tswift.memory import refuse_ids
+from tswift.memory import NoRoom, refuse_ids
 from tswift.options import Values, changed, of_json
 from tswift.sampling.generation_config import usual_source
 from tswift.serving.config import ServeConfig
@@ -82,6 +83,8 @@ class Service:
         self._accepting = threading.Lock()
         self._runs: dict[str, ApiRun] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[ApiRun | None] = SimpleQueue()
+        self._width = texts_at_once(model.target, config.parallel)
+        self._begun = 0  # runs whose caches have been allocated
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
@@ -107,8 +110,8 @@ class Service:
     def accept(self, body: Values, chat: bool) -> list[ApiRun]:
         """Queue a request: a run for each of its texts."""
         request = parse(body, chat, self._typed, self.model_id)
-        if request.count > self._config.queue + 1:
-            most = f"{self._config.queue + 1:,} texts at a time"
+        if request.count > self._config.queue + self._width:
+            most = f"{self._config.queue + self._width:,} texts at a time"
             raise Refused(400, f"n: the server's queue has room for {most}", "n")
         self._refuse_full(request.count)
         runs: list[ApiRun] = []
@@ -235,7 +238,7 @@ class Service:
         if self._closing:
             raise Refused(503, "the server is stopping", code="stopping", wait=5)
         runs = list(self._runs.values())
-        if len(runs) + more > self._config.queue + 1:
+        if len(runs) + more > self._config.queue + self._width:
             first = runs[0]
             speed = first.stats.tokens_per_second or self._speed
             wait = (first.config.text.length - first.stats.tokens) / speed if speed else 10
@@ -300,30 +303,42 @@ class Service:
     # --- decoding
 
     def _work(self) -> None:
-        while (run := self._turns.get()) is not None:
-            with self._guard:
-                if run.state != QUEUED:
-                    continue
-                run.state = RUNNING
-            state = self._decode(run)
-            if state in (FAILED, CANCELLED):
-                self._note(run, state)
-            with self._guard:
-                self._runs.pop(run.id, None)
-            self._speed = run.stats.tokens_per_second or self._speed
-            run.state = state  # from here on, readers know that the text is whole
-            run.prompt = None
-            figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
-            self._say(f"{run.id} {state}: {run.reason or figures}")
+        side_by_side(self._next, self._width)
 
-    def _decode(self, run: ApiRun) -> str:
-        """Make a run's text, all of it; returns its state."""
-        try:
-            if (run.path / RECORD).exists():
-                job = resume(
-                    run.path, {"length": run.config.text.length}, False, _COMMAND, loaded=self.model
-                )
-            else:
+    def _next(self, begun: int) -> Work[None] | None:
+        """The run whose turn it is; one is waited for where none was begun."""
+        while True:
+            try:
+                run = self._turns.get(block=not begun)
+            except Empty:
+                return None
+            if run is None:  # for good
+                self._turns.put(None)
+                return None
+            with self._guard:
+                if run.state == QUEUED:
+                    run.state = RUNNING
+                    return self._made(run)
+
+    def _made(self, run: ApiRun) -> Work[None]:
+        state = yield from self._decode(run)
+        if state in (FAILED, CANCELLED):
+            self._note(run, state)
+        with self._guard:
+            self._runs.pop(run.id, None)
+        self._speed = run.stats.tokens_per_second or self._speed
+        run.state = state  # from here on, readers know that the text is whole
+        run.prompt = None
+        figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
+        self._say(f"{run.id} {state}: {run.reason or figures}")
+
+    def _begin(self, run: ApiRun) -> Work[Job | None]:
+        """The job of a run, once memory has room beside the others'; None if it is finished."""
+        while True:
+            try:
+                if (run.path / RECORD).exists():
+                    length = {"length": run.config.text.length}
+                    return resume(run.path, length, False, _COMMAND, loaded=self.model)
                 assert run.request is not None
                 if run.request.model != self.model_id:
                     asked = run.request.model
@@ -334,14 +349,32 @@ class Service:
                     )
                 # a server that was killed accepted it
                 ids = run.prompt or self._fitted(run.request)[1]
-                job = start(replace(run.config, out=run.path), _COMMAND, loaded=self.model, ids=ids)
+                own = replace(run.config, out=run.path)
+                return start(own, _COMMAND, loaded=self.model, ids=ids)
+            except NoRoom:
+                if not (begun := self._begun):
+                    raise
+            while self._begun >= begun:  # until one has ended
+                if run.stopping:
+                    raise RunStopped
+                yield None
+
+    def _decode(self, run: ApiRun) -> Work[str]:
+        """Make a run's text, all of it; returns its state."""
+        try:
+            job = yield from self._begin(run)
             if job is None:  # finished, and its request was not
                 stored = self._read(run.path)
                 for name in ("ids", "rows", "text", "tokens", "ends", "stats", "end"):
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
-            job.run(run.follow(job), run.show_prefill)
+            self._begun += 1
+            try:
+                yield from job.running(run.follow(job), run.show_prefill)
+            finally:
+                self._begun -= 1
+                del job  # and with it the caches
             return FINISHED
         except RunStopped:
             return run.stopping
