@@ -25,7 +25,7 @@ from tswift.decoding.drafter import Context, Drafter, DraftTree, Step, WalkFn
 from tswift.decoding.step import Stepper, Walked
 from tswift.decoding.text import TextStream
 from tswift.errors import DecodeError
-from tswift.forward.passes import Nodes
+from tswift.forward.passes import Ask, Nodes
 from tswift.forward.target import Target
 from tswift.forward.text import OnProgress, chunks, first_broken
 from tswift.machine import synchronize
@@ -73,14 +73,17 @@ class HostStepper(Stepper[DraftTree]):
         )
         nodes = Nodes(tokens, positions, context.kv, ancestors)
         by_program = not self._simulate and sampler.program(torch.float32) is not None
-        forwarded, logits, (drawn, leads) = target.verify(nodes, draw, by_program)
+        (found,) = target.verify([Ask(nodes, draw, by_program)])
+        drawn, leads = found.drawn
         context.digest = None
         path = self._simulate(tree, drawn) if self._simulate else tree.walk(drawn)
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         if any(drawn[node] == NO_TOKEN for node in path):
             path = []
         drafted = max(tree.depths) if self._drafter.varies else None
-        return Walked(path, new, tree.sources, len(tree), forwarded, logits, leads, drafted)
+        return Walked(
+            path, new, tree.sources, len(tree), found.forwarded, found.logits, leads, drafted
+        )
 
     def _without_draft(self, proposed: DraftTree) -> DraftTree | None:
         return DraftTree(self._context.text[-1], limit=1) if len(proposed) > 1 else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.caches import FullKV, KVBuffer
-from tswift.forward.recurrent import StatePass
+from tswift.forward.recurrent import StatePass, StatesTogether, split
 
 T = TypeVar("T")
 # of a layer: its attention, and whether a query may have more rows than there are nodes
@@ -86,6 +86,31 @@ class Pass:
         return F.pad(out, (0, 0, 0, missing)) if missing else out
 
 
+class PassTogether:
+    """A pass of several texts, each of which attends to a cache of its own.
+
+    Args:
+        parts: their own, of neighbouring rows.
+        rows: as of :class:`Pass`.
+    """
+
+    def __init__(self, parts: Sequence[Pass], rows: int) -> None:
+        self.parts = parts
+        self.rows = rows
+        self._sizes = [part.nodes for part in parts]
+        self.nodes = sum(self._sizes)
+        states = [part.states for part in parts if part.states is not None]
+        self.states = StatesTogether(states, self._sizes, rows) if states else None
+        self.queries = parts[0].queries  # as many as there were layers
+
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As :meth:`Pass.layer`."""
+        own = (split(rows, self._sizes, 1) for rows in (query, key, value))
+        given = zip(self.parts, *own, strict=True)
+        found = [part.layer(index, *rows, scale) for part, *rows in given]
+        return F.pad(torch.cat(found, 1), (0, 0, 0, self.rows - self.nodes))
+
+
 @dataclass(frozen=True)
 class Forwarded:
     """Result of a pass."""
@@ -108,6 +133,37 @@ class Forwarded:
             return [query[:, nodes[0] : nodes[-1] + 1] for query in self.queries]
         chosen = torch.tensor(nodes).to(self.hidden.device, non_blocking=True)
         return [query.index_select(1, chosen) for query in self.queries]
+
+
+@dataclass(frozen=True)
+class Ask(Generic[T]):
+    """What a text wants of the next pass: logits of its nodes, and what is drawn from them.
+
+    Attributes:
+        draw: what draws from logits ``[n, V]``.
+        by_program: whether that may also be given the address of what logits are computed from,
+            ``verification``: pass, logits and draw are one C function then, where there is one for
+            such passes.
+    """
+
+    nodes: Nodes
+    draw: Callable[..., T]
+    by_program: bool = False
+
+
+class Verified(NamedTuple, Generic[T]):
+    """What came of an :class:`Ask`.
+
+    Attributes:
+        logits: ``[n, V]``.
+        share: seconds that the pass took with logits and draws, as much of them as its nodes are
+            of all.
+    """
+
+    forwarded: Forwarded
+    logits: Tensor
+    drawn: T
+    share: float
 
 
 PROMPT_CHUNK = 512  # prompt tokens forwarded at a time, as a chain

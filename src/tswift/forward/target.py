@@ -7,7 +7,8 @@ of our own, and extra keyword arguments, which reach that function from the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ from tswift.forward.hf import (
     output_of,
     output_rule,
 )
-from tswift.forward.passes import Forwarded, Nodes, T
+from tswift.forward.passes import Ask, Forwarded, Nodes, T, Verified
 
 
 class Target(WrappedModel):
@@ -164,20 +165,18 @@ class Target(WrappedModel):
         """
         return self.runner.forward(nodes)
 
-    def verify(
-        self, nodes: Nodes, draw: Callable[..., T], by_program: bool
-    ) -> tuple[Forwarded, Tensor, T]:
-        """As :meth:`forward`, with the logits ``[n, V]`` and what is drawn from them.
-
-        ``by_program``: whether ``draw`` may also be given the address of what logits are computed
-        from: all is one C function then, where there is one for such passes.
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a pass over several texts, in which each has the bits that it has alone;
+        None where a text has a pass of its own.
         """
-        found = self.runner.verify(nodes, draw) if by_program else None
-        if found is not None:
-            return found
-        forwarded = self.forward(nodes)
-        logits = self.logits(forwarded.hidden)
-        return forwarded, logits, draw(logits)
+        return self.runner.most_rows
+
+    def verify(self, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+        """As :meth:`forward`, for several texts with a cache each, in as few passes as keep their
+        bits; with the logits, and what is drawn from them.
+        """
+        return [found for some in _packed(self.runner, asks) for found in _verified(self, some)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -195,3 +194,46 @@ class Target(WrappedModel):
         if rule is not None and rule != output_rule(self.model.config):
             return output_of(self.model, rule=rule)(hidden)
         return self.runner.open_logits(hidden)
+
+
+def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
+    """What is asked for by pass."""
+    if len(asks) == 1:
+        return [[*asks]]
+    packed: list[list[Ask[T]]] = []
+    left = 0
+    for ask in asks:
+        most = runner.most_rows if runner.joins(ask.nodes) else None
+        if most and len(ask.nodes) <= left:
+            packed[-1].append(ask)
+        else:
+            packed.append([ask])
+            left = most or 0
+        left -= len(ask.nodes)
+    return packed
+
+
+@torch.inference_mode()
+def _verified(target: Target, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+    """As :meth:`Target.verify`, in one pass."""
+    started = time.perf_counter()
+    texts = [ask.nodes for ask in asks]
+    if len(asks) == 1:
+        found = [_verified_alone(target, asks[0])]
+    else:
+        forwarded = target.runner.forward_together(texts)
+        logits = target.logits(torch.cat([each.hidden for each in forwarded]))
+        rows = logits.split([*map(len, texts)])
+        drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
+        found = [*zip(forwarded, rows, drawn, strict=True)]
+    by_row = (time.perf_counter() - started) / sum(map(len, texts))
+    return [Verified(*each, by_row * len(own)) for each, own in zip(found, texts, strict=True)]
+
+
+def _verified_alone(target: Target, ask: Ask[T]) -> tuple[Forwarded, Tensor, T]:
+    found = target.runner.verify(ask.nodes, ask.draw) if ask.by_program else None
+    if found is not None:
+        return found
+    forwarded = target.forward(ask.nodes)
+    logits = target.logits(forwarded.hidden)
+    return forwarded, logits, ask.draw(logits)
