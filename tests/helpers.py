@@ -328,6 +328,7 @@ class ToyTarget:
         self.dtype = torch.float64
         self.kv_shape = KVShape(1, 1, 1, self.dtype, self.device)
         self.forwarded_nodes: list[int] = []
+        self.caches: weakref.WeakSet[FullKV] = weakref.WeakSet()
         self.replays = self.on_cuda = self.chunked_prompt = self.chunked_text = False
         self.fixed_rows = None
         self.runner = EagerRunner(self)

@@ -265,7 +265,7 @@ def lying(monkeypatch):
 
     def wrong(self, *given):
         found = right(self, *given)
-        found.hidden.mul_(1.5)
+        found[0].hidden.mul_(1.5)
         return found
 
     monkeypatch.setattr(PassProgram, "__call__", wrong)

@@ -51,12 +51,13 @@ def lines_of(text: bytes) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_every_text_is_that_of_its_own_run(tswift, words, checkpoint, tmp_path):
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_every_text_is_that_of_its_own_run(width, tswift, words, checkpoint, tmp_path):
     """With the seed, the length and the sampling of its line; in the order of the file, and as they
     end on stdout.
     """
     out = tmp_path / "out"
-    made = tswift(words, out).ok()
+    made = tswift(words, out, "--exact --parallel", width).ok()
     whole = lines_of((out / OUT).read_bytes())
     assert sorted(lines_of(made.out), key=lambda line: line["folder"]) == whole
     assert [(line["id"], line["tokens"]) for line in whole] == [
@@ -69,7 +70,7 @@ def test_every_text_is_that_of_its_own_run(tswift, words, checkpoint, tmp_path):
     for line, prompt, more in zip(whole, PROMPTS, own, strict=True):
         length = [] if "--len" in more else [f"--len {LENGTH}"]
         alone = [
-            f"generate --model {checkpoint} --method reuse --prompt-text",
+            f"generate --model {checkpoint} --exact --method reuse --prompt-text",
             prompt,
             *length,
             *more,
@@ -97,10 +98,10 @@ def test_a_kill_at_any_moment_leaves_exactly_the_rest(kills, tswift, words, tmp_
     whole = tmp_path / "whole"
     out = tmp_path / "out"
     random = Random(kills)
-    tswift(words, whole).ok()
+    tswift(words, whole, "--exact").ok()
     out.mkdir()
     (out / f"{BATCH}.new").write_text("{")  # as of a kill
-    asked = words_of([words, out, "--quiet"])
+    asked = words_of([words, out, "--quiet --exact --parallel 3"])
     killed = sum(killed_before(random.randrange(1, 60), lambda: main(asked)) for _ in range(kills))
     assert killed > 1
     assert main(asked) == 0
@@ -203,10 +204,12 @@ def test_texts_that_are_too_long_are_left_out_where_that_is_asked(tswift, words,
     assert "  skipped " in tswift(f"runs {out}").ok().out.decode()
 
 
-@pytest.mark.parametrize("where", ["text", "folder"])
+@pytest.mark.parametrize(("where", "width"), [("text", 1), ("text", 3), ("folder", 3)])
 def test_a_full_disk_is_told_with_what_goes_on_with_all(
-    where, tswift, words, tmp_path, monkeypatch
+    where, width, tswift, words, tmp_path, monkeypatch
 ):
+    """Texts that are made beside the one that fails are made to their ends."""
+
     def full(self, *_, **__):
         if self.path.name == "000003":
             raise SaveFailed(f"{self.path} is full")
@@ -223,13 +226,12 @@ def test_a_full_disk_is_told_with_what_goes_on_with_all(
     else:
         monkeypatch.setattr(RunFolder, "create", unmade)
     out = tmp_path / "out"
-    found = tswift(words, out, "--shard 1/1")
+    found = tswift(words, out, f"--shard 1/1 --exact --parallel {width}")
     again = f"tswift generate --resume {out} --shard 1/1"
     first, last = found.err.splitlines()
     assert found.code == (1 if where == "text" else 2)
-    # those beside it go on to their ends
-    others = 3 if where == "text" else 2
-    assert first == f"tswift: {others} texts were made, {again} makes the rest"
+    made = 3 if (where, width) == ("text", 3) else 2
+    assert first == f"tswift: {made} texts were made, {again} makes the rest"
     assert "000003" in last
     assert "--resume" not in last.replace(again, "")
 

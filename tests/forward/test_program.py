@@ -349,10 +349,10 @@ def test_exact_passes_are_tried_over_keys_and_values_of_the_usual_size(
     held = list[Tensor]()
     compiled_pass = PassProgram.__call__
 
-    def watched(self, nodes, *rest):
-        kv = nodes.kv
+    def watched(self, texts, *rest):
+        kv = texts[0].kv
         held.append(kv.shape.widened(kv.buffers[0][0, :, : kv.length], 0, 0))
-        return compiled_pass(self, nodes, *rest)
+        return compiled_pass(self, texts, *rest)
 
     monkeypatch.setattr(PassProgram, "__call__", watched)
     target.fixed_rows = 16
@@ -463,7 +463,7 @@ def test_a_program_that_computes_something_else_or_cannot_be_had_is_not_used(mon
 
     def wrong(self, *given):
         found = right(self, *given)
-        found.hidden.mul_(1.01)
+        found[0].hidden.mul_(1.01)
         return found
 
     def unbuilt(*given):

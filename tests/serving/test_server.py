@@ -34,7 +34,10 @@ def model(checkpoint: Path, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory) -> Iterator[Server]:
     found = Server(
-        tmp_path_factory.mktemp("server"), f"--model {model}", SAMPLING, "--queue 1 --parallel 2 --demo-page"
+        tmp_path_factory.mktemp("server"),
+        f"--model {model}",
+        SAMPLING,
+        "--exact --queue 1 --parallel 2 --demo-page",
     )
     yield found
     assert found.stop() == 128 + signal.SIGTERM

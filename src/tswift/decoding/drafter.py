@@ -166,7 +166,9 @@ class Context:
         digest: of each node of the path, what a :class:`LogitReader` keeps of its logits; None if
             that is to be asked.
         recorder: of the tokens' log-probabilities; None if nobody wants them.
-        drafting, passing: seconds that the last step took to propose a tree, and from then on.
+        drafting, passing: seconds that the last step took to propose a tree, and from then on; of a
+            pass that other texts shared, its part.
+        texts: that shared the last pass.
     """
 
     text: list[int]
@@ -179,6 +181,7 @@ class Context:
     recorder: LogprobRecorder | None = None
     drafting: float = 0.0
     passing: float = 0.0
+    texts: int = 1
 
     @property
     def node(self) -> int:

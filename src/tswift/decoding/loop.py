@@ -77,15 +77,18 @@ class HostStepper(Stepper[DraftTree]):
         asked = time.perf_counter()
         answer = yield Ask(target, nodes, draw, by_program)
         assert answer is not None
-        self._elsewhere += time.perf_counter() - asked - answer.seconds
-        forwarded, logits, (drawn, leads) = answer[:3]
+        self._elsewhere += time.perf_counter() - asked - answer.share
+        context.texts = answer.texts
+        drawn, leads = answer.drawn
         context.digest = None
         path = self._simulate(tree, drawn) if self._simulate else tree.walk(drawn)
         new = [tree.tokens[node] for node in path[1:]] + [drawn[path[-1]]]
         if any(drawn[node] == NO_TOKEN for node in path):
             path = []
         drafted = max(tree.depths) if self._drafter.varies else None
-        return Walked(path, new, tree.sources, len(tree), forwarded, logits, leads, drafted)
+        return Walked(
+            path, new, tree.sources, len(tree), answer.forwarded, answer.logits, leads, drafted
+        )
 
     def _without_draft(self, proposed: DraftTree) -> DraftTree | None:
         return DraftTree(self._context.text[-1], limit=1) if len(proposed) > 1 else None

@@ -40,7 +40,7 @@ from tswift.forward.hf import (
     output_of,
     probe_attention,
 )
-from tswift.forward.passes import Attend, Forwarded, Nodes, Pass, T, rows_of
+from tswift.forward.passes import Attend, Forwarded, Nodes, Pass, PassTogether, T, rows_of
 from tswift.forward.recurrent import (
     StatePass,
     StaticStatePass,
@@ -195,8 +195,30 @@ class WrappedModel:
         """As :meth:`forward`, by PyTorch whatever is prepared; in a pass over the text of so many
         rows, if any.
         """
+        return self._compute(nodes, self._pass_over(nodes, width, self._rows(width, nodes)))
+
+    @torch.inference_mode()
+    def forward_texts(self, texts: Sequence[Nodes], width: int) -> list[Forwarded]:
+        """As :meth:`forward_eager`, of several texts in one pass of the width."""
+        parts = [self._pass_over(nodes, width, len(nodes)) for nodes in texts]
+        tokens, positions = (
+            torch.cat([getattr(nodes, name) for nodes in texts]) for name in ("tokens", "positions")
+        )
+        whole = self._compute(Nodes(tokens, positions, texts[0].kv), PassTogether(parts, width))
+        found = []
+        first = 0
+        for part in parts:
+            rows = slice(first, first := first + part.nodes)
+            pre_norm, taps = (
+                None if each is None else each[rows]
+                for each in (whole.pre_norm, whole.layer_states)
+            )
+            found.append(Forwarded(whole.hidden[rows], part.queries, pre_norm, taps))
+        return found
+
+    def _pass_over(self, nodes: Nodes, width: int | None, rows: int) -> Pass:
+        """What a pass of so many rows has of a text; for the width see :meth:`forward_eager`."""
         kv, ancestors = nodes.kv, nodes.ancestors
-        rows = self._rows(width, nodes)
         masked: MaskedAttention | None = None
         special: type[Attention] | None = None
         if width is None or not isinstance(kv, FullKV):
@@ -225,7 +247,7 @@ class WrappedModel:
                 by_kernel = ours or not self.layer_specs[layer]
                 return (store if by_kernel else kv.write)(layer, keys, values)
 
-        return self._compute(nodes, Pass(write, attends, len(nodes), rows, states=states))
+        return Pass(write, attends, len(nodes), rows, states=states)
 
     def _attends(
         self,
@@ -259,7 +281,7 @@ class WrappedModel:
         rows = rows_of(width, nodes.kv, len(nodes))
         return len(nodes) if rows_stand_alone(self.model) else rows
 
-    def _compute(self, nodes: Nodes, run: Pass) -> Forwarded:
+    def _compute(self, nodes: Nodes, run: Pass | PassTogether) -> Forwarded:
         """Call the decoder."""
         tokens, positions = nodes.tokens, nodes.positions
         if run.rows > run.nodes:
@@ -350,8 +372,26 @@ class EagerRunner:
         """As :meth:`~tswift.forward.target.Target.forward`."""
         return self.target.forward_eager(nodes, self.target.fixed_rows)
 
+    @property
+    def most_rows(self) -> int | None:
+        """As :attr:`~tswift.forward.target.Target.most_rows`."""
+        return None if self.target.on_cuda else self.target.fixed_rows
+
+    def joins(self, nodes: Nodes) -> bool:
+        """Whether nodes may be in a pass with other texts."""
+        return isinstance(nodes.kv, FullKV)
+
+    def forward_together(self, texts: Sequence[Nodes]) -> list[Forwarded]:
+        """A pass of several texts, all of which :meth:`joins` takes, of no more than
+        :attr:`most_rows`.
+        """
+        assert self.target.fixed_rows is not None
+        return self.target.forward_texts(texts, self.target.fixed_rows)
+
     def verify(self, nodes: Nodes, draw: Callable[..., T]) -> tuple[Forwarded, Tensor, T] | None:
-        """As :meth:`~tswift.forward.target.Target.verify`."""
+        """A pass over one text, its logits and what is drawn from them as one C function; None
+        where there is none.
+        """
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.caches import FullKV, KVBuffer
-from tswift.forward.recurrent import StatePass
+from tswift.forward.recurrent import StatePass, StatesTogether, split
 
 T = TypeVar("T")
 # of a layer: its attention, and whether a query may have more rows than there are nodes
@@ -84,6 +84,31 @@ class Pass:
         out = attend(query if padded else query[:, : self.nodes], keys, values, scale)
         missing = self.rows - out.shape[1]
         return F.pad(out, (0, 0, 0, missing)) if missing else out
+
+
+class PassTogether:
+    """A pass of several texts, each of which attends to a cache of its own.
+
+    Args:
+        parts: their own, of neighbouring rows.
+        rows: as of :class:`Pass`.
+    """
+
+    def __init__(self, parts: Sequence[Pass], rows: int) -> None:
+        self.parts = parts
+        self.rows = rows
+        self._sizes = [part.nodes for part in parts]
+        self.nodes = sum(self._sizes)
+        states = [part.states for part in parts if part.states is not None]
+        self.states = StatesTogether(states, self._sizes, rows) if states else None
+        self.queries = parts[0].queries  # as many as there were layers
+
+    def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As :meth:`Pass.layer`."""
+        own = (split(rows, self._sizes, 1) for rows in (query, key, value))
+        given = zip(self.parts, *own, strict=True)
+        found = [part.layer(index, *rows, scale) for part, *rows in given]
+        return F.pad(torch.cat(found, 1), (0, 0, 0, self.rows - self.nodes))
 
 
 @dataclass(frozen=True)

@@ -160,15 +160,15 @@ class StatePass:
         return self._stepped(rows).to(value.dtype).unsqueeze(0)
 
     def scan(
-        self, inputs: Tensor, steps: Tensor, rates: Tensor, key: Tensor, query: Tensor, own: Tensor
+        self, inputs: Tensor, steps: Tensor, key: Tensor, query: Tensor, rates: Tensor, own: Tensor
     ) -> Tensor:
         """Mamba2's state space of the layer that was convolved last, where nothing is corrected.
 
         Args:
             inputs: ``[1, rows, heads, values]``.
             steps: ``[1, rows, heads]``, how much time passes.
-            rates: ``[heads]``, at which the state decays.
             key, query: ``[1, rows, groups, keys]``.
+            rates: ``[heads]``, at which the state decays.
             own: ``[heads]``, what a row passes on of its own input.
         """
         wide = self._states.shape.wide
@@ -198,6 +198,57 @@ class StatePass:
         )
         states.replays.append(partial(_replay, committed, rows))
         return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
+
+
+class StatesTogether:
+    """The recurrent layers of a pass of several texts, each with states of its own.
+
+    Args:
+        parts: their own, of neighbouring rows: so many each as ``sizes`` say.
+        rows: of the pass; each text has as many in what it computes, as its bits may depend on
+            that.
+    """
+
+    def __init__(self, parts: Sequence[StatePass], sizes: Sequence[int], rows: int) -> None:
+        self._parts = parts
+        self._sizes = sizes
+        self._rows = rows
+
+    def convolve(self, rows: Tensor, *given: object) -> Tensor:
+        """As :meth:`StatePass.convolve`."""
+        return self._each("convolve", 2, [rows], given)
+
+    def recur(self, *rows: Tensor) -> Tensor:
+        """As :meth:`StatePass.recur`."""
+        return self._each("recur", 1, rows)
+
+    def scan(
+        self, inputs: Tensor, steps: Tensor, key: Tensor, query: Tensor, *given: Tensor
+    ) -> Tensor:
+        """As :meth:`StatePass.scan`."""
+        return self._each("scan", 1, [inputs, steps, key, query], given)
+
+    def _each(
+        self, name: str, dim: int, rows: Sequence[Tensor], given: Sequence[object] = ()
+    ) -> Tensor:
+        """What each text's own makes of its rows, which are a dimension."""
+        own = zip(*(split(each, self._sizes, dim) for each in rows), strict=True)
+        found = [
+            getattr(part, name)(*(_padded(each, dim, self._rows) for each in some), *given)
+            for part, some in zip(self._parts, own, strict=True)
+        ]
+        kept = [each.narrow(dim, 0, size) for each, size in zip(found, self._sizes, strict=True)]
+        return _padded(torch.cat(kept, dim), dim, self._rows)
+
+
+def split(rows: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """Of a pass's rows those of its texts, without the padding."""
+    return rows.narrow(dim, 0, sum(sizes)).split([*sizes], dim)
+
+
+def _padded(rows: Tensor, dim: int, size: int) -> Tensor:
+    """As many rows as are asked for, which are a dimension: zeros come last."""
+    return F.pad(rows, (0, 0) * (rows.dim() - 1 - dim) + (0, size - rows.shape[dim]))
 
 
 class StaticStatePass(StatePass):
@@ -265,11 +316,11 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPS)
 
 
-_running: ContextVar[StatePass | None] = ContextVar("running", default=None)
+_running: ContextVar[StatePass | StatesTogether | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def passing(run: StatePass) -> Iterator[None]:
+def passing(run: StatePass | StatesTogether) -> Iterator[None]:
     """Let the recurrent layers of a model be those of a pass."""
     token = _running.set(run)
     try:
@@ -279,7 +330,7 @@ def passing(run: StatePass) -> Iterator[None]:
 
 
 def _convolve(
-    run: StatePass,
+    run: StatePass | StatesTogether,
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -290,13 +341,19 @@ def _convolve(
 
 
 def _recur(
-    run: StatePass, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
+    run: StatePass | StatesTogether,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **_: object,
 ) -> tuple[Tensor, None]:
     return run.recur(query, key, value, g, beta), None
 
 
 def _scan(
-    run: StatePass,
+    run: StatePass | StatesTogether,
     inputs: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -309,7 +366,7 @@ def _scan(
     **_: object,
 ) -> Tensor:
     steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-    return run.scan(inputs, steps, A, B, C, D)
+    return run.scan(inputs, steps, B, C, A, D)
 
 
 _OURS: dict[str, Callable[..., object]] = {

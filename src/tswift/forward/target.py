@@ -133,7 +133,11 @@ class Target(WrappedModel):
     @property
     def apart(self) -> str | None:
         """Why each text has passes of its own; None where several texts may share one."""
-        return "a pass on a GPU is over one text" if self.on_cuda else self.fallbacks.get("exact")
+        if self.runner.most_rows is not None:
+            return None
+        if self.on_cuda:
+            return "a pass on a GPU is over one text"
+        return self.fallbacks.get("exact", "its passes are not exact, which --exact may change")
 
     @property
     def replays(self) -> bool:
@@ -170,19 +174,11 @@ class Target(WrappedModel):
         """
         return self.runner.forward(nodes)
 
-    @torch.inference_mode()
     def verify(self, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
-        """Make the passes that some texts want, shared where that keeps their bits, and draw."""
-        answers = []
-        for ask in asks:
-            started = time.perf_counter()
-            found = self.runner.verify(ask.nodes, ask.draw) if ask.by_program else None
-            if found is None:
-                forwarded = self.forward(ask.nodes)
-                logits = self.logits(forwarded.hidden)
-                found = forwarded, logits, ask.draw(logits)
-            answers.append(Verified(*found, time.perf_counter() - started))
-        return answers
+        """As :meth:`forward`, for several texts with a cache each, in as few passes as keep their
+        bits; with the logits, and what is drawn from them.
+        """
+        return [found for some in _packed(self.runner, asks) for found in _verified(self, some)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -226,12 +222,59 @@ class Verified(NamedTuple, Generic[T]):
     Attributes:
         forwarded, logits: its nodes' part of the pass, and their logits ``[n, V]``.
         drawn: what was drawn from those.
-        seconds: of the time that the pass took, as large a part as its nodes are of all.
+        share: seconds that the pass took with logits and draws, as much of them as its nodes are
+            of all.
         texts: that shared the pass.
     """
 
     forwarded: Forwarded
     logits: Tensor
     drawn: T
-    seconds: float
+    share: float
     texts: int = 1
+
+
+def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
+    """What is asked for by pass."""
+    if len(asks) == 1:
+        return [[*asks]]
+    packed: list[list[Ask[T]]] = []
+    left = 0
+    for ask in asks:
+        most = runner.most_rows if runner.joins(ask.nodes) else None
+        if most and len(ask.nodes) <= left:
+            packed[-1].append(ask)
+        else:
+            packed.append([ask])
+            left = most or 0
+        left -= len(ask.nodes)
+    return packed
+
+
+@torch.inference_mode()
+def _verified(target: Target, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+    """As :meth:`Target.verify`, in one pass."""
+    started = time.perf_counter()
+    texts = [ask.nodes for ask in asks]
+    if len(asks) == 1:
+        found = [_verified_alone(target, asks[0])]
+    else:
+        forwarded = target.runner.forward_together(texts)
+        logits = target.logits(torch.cat([each.hidden for each in forwarded]))
+        rows = logits.split([*map(len, texts)])
+        drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
+        found = [*zip(forwarded, rows, drawn, strict=True)]
+    by_row = (time.perf_counter() - started) / sum(map(len, texts))
+    return [
+        Verified(*each, by_row * len(own), len(asks))
+        for each, own in zip(found, texts, strict=True)
+    ]
+
+
+def _verified_alone(target: Target, ask: Ask[T]) -> tuple[Forwarded, Tensor, T]:
+    found = target.runner.verify(ask.nodes, ask.draw) if ask.by_program else None
+    if found is not None:
+        return found
+    forwarded = target.forward(ask.nodes)
+    logits = target.logits(forwarded.hidden)
+    return forwarded, logits, ask.draw(logits)

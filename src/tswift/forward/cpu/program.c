@@ -9,6 +9,8 @@
 #include "products.c"
 #include "recurrence.c"
 
+enum { LONG = 16384 }; /* tokens of a text that is worth a region of its own for attention, whatever others there are */
+
 /* As in native.c. */
 typedef struct {
     const float *query;
@@ -67,20 +69,27 @@ typedef struct {
     float embedding_scale, residual_scale; /* of embeddings, and of what is added to a state */
 } Model;
 
+/* The nodes of a text, a tree or a chain: neighbouring rows of a pass, the first of which is told. */
 typedef struct {
-    const int64_t *tokens, *positions; /* [nodes] */
     char *keys, *values;               /* [layers, kv heads, capacity, numbers of a row], strides as below */
-    const uint8_t *ancestors;          /* as for attention; none for a chain, which may have any number of nodes */
-    float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
+    const uint8_t *ancestors;          /* as for attention; none for a chain, which may have any number of nodes if it is
+                                          alone in its pass */
     float *queries;                    /* [layers, heads, nodes, width], rotated */
+    const float *rows, *matrices;       /* of each recurrent layer the rows before its convolution, and its state */
+    float *rows_after, *matrices_after; /* the same after a chain, perhaps in their place; or none */
+    int64_t first, nodes, prefix, by_layer, by_head;
+} Text;
+
+typedef struct {
+    const int64_t *tokens, *positions; /* [nodes], of all texts */
+    const Text *texts;                 /* so many as count says */
+    float *hidden, *raw;               /* [nodes, hidden], after and before the last norm */
     float *states;                     /* [layers, nodes, hidden], after each layer; or none */
     float *space;                      /* as many numbers as tswift_space says */
     const float *steps;                /* [2, layers, kv heads, width], what 1 stands for in keys and values of int16 */
     float *mixed;                      /* [nodes, what is multiplied], products of recurrent layers, so far apart as: */
     int64_t by_recurrent;
-    const float *rows, *matrices;       /* of each of these layers the rows before its convolution, and its state */
-    float *rows_after, *matrices_after; /* the same after a chain, perhaps in their place; or none */
-    int64_t nodes, prefix, by_layer, by_head, threads;
+    int64_t count, nodes, threads;
 } Pass;
 
 /* A number of an array of floats of a kind. */
@@ -193,17 +202,24 @@ INLINE void keep(void *cache, const float *from, const float *steps, int64_t cou
 }
 
 /* How many ancestors a node has, but itself. */
-static int64_t depth(const Pass *p, int64_t node) {
+static int64_t depth(const Text *t, int64_t node) {
     int64_t found = -1;
-    for (int64_t other = 0; other < p->nodes; other++) found += p->ancestors[node * p->nodes + other];
+    for (int64_t other = 0; other < t->nodes; other++) found += t->ancestors[node * t->nodes + other];
     return found;
 }
 
 /* The last of a node's ancestors; below 0 for none. */
-static int64_t parent(const Pass *p, int64_t node) {
+static int64_t parent(const Text *t, int64_t node) {
     int64_t found = node - 1;
-    while (p->ancestors && found >= 0 && !p->ancestors[node * p->nodes + found]) found--;
+    while (t->ancestors && found >= 0 && !t->ancestors[node * t->nodes + found]) found--;
     return found;
+}
+
+/* The text of a row. */
+INLINE const Text *text_of(const Pass *p, int64_t row) {
+    const Text *t = p->texts;
+    while (row >= t->first + t->nodes) t++;
+    return t;
 }
 
 /* A pass under way: where its rows are. */
@@ -212,21 +228,28 @@ typedef struct Run {
     const Pass *pass;
     const Layer *layer;
     int64_t index;          /* of the layer */
-    float *normed, *wide, *inner, *queries, *seen, *turned, *cosines, *sines, *scratch;
+    float *normed, *wide, *inner, *turned, *cosines, *sines;
+    float *attending;       /* room for attention, so much for every thread: */
+    int64_t room;
     float *convolved, *decays, *rates, *states; /* of a recurrent layer */
-    int64_t *depths, *parents, *places;
+    int64_t *depths, *parents, *places; /* of nodes among those of their text */
     void (*step)(const struct Run *, int64_t row);
-    int64_t next;
+    int64_t next, workers;  /* what is to be taken next, and threads that have begun */
 } Run;
 
-/* Attention of some neighbouring nodes in a layer with a window, or with none. */
-static Attention attention(const Model *m, const Pass *p, int64_t first, int64_t nodes, int64_t window) {
+/* Attention of some neighbouring nodes and KV heads in a layer with a window, or with none. */
+static Attention attention(
+    const Model *m, const Text *t, int64_t first, int64_t nodes, int64_t kv_heads, int64_t window
+) {
     return (Attention){
-        .ancestors = p->ancestors, .parallel = m->parallel, .keys_head = p->by_head,
-        .values_head = p->by_head, .kv_heads = m->kv_heads, .rows = m->heads / m->kv_heads * nodes,
-        .prefix = p->prefix + first, .nodes = nodes, .threads = p->threads, .window = window,
+        .ancestors = t->ancestors, .parallel = m->parallel, .keys_head = t->by_head,
+        .values_head = t->by_head, .kv_heads = kv_heads, .rows = m->heads / m->kv_heads * nodes,
+        .prefix = t->prefix + first, .nodes = nodes, .threads = 1, .window = window,
     };
 }
+
+/* Whether all threads attend to a text together, as it is alone or long; of others each takes a KV head after the other. */
+INLINE int by_all(const Pass *p, const Text *t) { return p->count == 1 || t->prefix >= LONG; }
 
 INLINE int64_t aligned(int64_t count) { return (count + ALIGNED - 1) / ALIGNED * ALIGNED; }
 
@@ -244,21 +267,39 @@ static Recurrent largest(const Model *m) {
     return found;
 }
 
+/* Queries of the nodes and heads that a thread attends to at a time; what attention puts out is as large. */
+INLINE int64_t attended_size(const Model *m, const Text *t, int64_t kv_heads) {
+    return aligned(kv_heads * (m->heads / m->kv_heads) * least(t->nodes, m->most) * m->width);
+}
+
+/* The same with scratch: numbers of room that it takes. */
+static int64_t attention_room(const Model *m, const Text *t, int64_t kv_heads) {
+    int64_t scratch = 0;
+    for (int64_t first = 0; first < t->nodes; first += m->most)
+        for (int windowed = 0; windowed <= (m->widest > 0); windowed++) {
+            const Attention a = attention(m, t, first, least(t->nodes - first, m->most), kv_heads, windowed * m->widest);
+            scratch = most(scratch, m->attention_scratch(&a));
+        }
+    return 2 * attended_size(m, t, kv_heads) + aligned(scratch);
+}
+
 /* Lay out the working space; returns how many numbers it takes. Attention reads whole vectors of its part, which must
    not cross a line of the cache. */
 static int64_t lay_out(Run *run) {
     const Model *m = run->model;
     const Pass *p = run->pass;
     const Recurrent recurrent = largest(m);
-    const int64_t n = p->nodes, heads = m->heads * m->width, some = least(n, m->most), read = recurrent.heads * recurrent.value_size;
-    const int64_t integers = sizeof(int64_t) / sizeof(float), states = p->ancestors ? n : 1;
-    int64_t at = 0, scratch = 0;
+    const int64_t n = p->nodes, heads = m->heads * m->width, read = recurrent.heads * recurrent.value_size;
+    const int64_t integers = sizeof(int64_t) / sizeof(float);
+    int64_t at = 0, states = 1;
+    for (const Text *t = p->texts; t < p->texts + p->count; t++) {
+        if (t->ancestors) states = most(states, t->nodes);
+        run->room = most(run->room, attention_room(m, t, by_all(p, t) ? m->kv_heads : 1));
+    }
     struct { float **part; int64_t size; } parts[] = {
         {&run->normed, n * m->hidden},
         {&run->wide, n * most(attended_row(m, m->gated), 2 * m->inner)},
         {&run->inner, n * m->inner},
-        {&run->queries, some * heads},
-        {&run->seen, some * heads},
         {&run->turned, n * most(heads, read)},
         {&run->convolved, n * recurrent.channels},
         {&run->decays, n * recurrent.heads},
@@ -266,22 +307,17 @@ static int64_t lay_out(Run *run) {
         {&run->states, recurrent.heads ? p->threads * states * recurrent.key_size * COLUMNS : 0},
         {&run->cosines, m->rotaries * n * m->turned / 2},
         {&run->sines, m->rotaries * n * m->turned / 2},
-        {(float **)&run->depths, p->ancestors ? n * integers : 0},
+        {(float **)&run->depths, n * integers},
         {(float **)&run->parents, recurrent.heads ? n * integers : 0},
         {(float **)&run->places, recurrent.heads ? 2 * n * integers : 0},
+        {&run->attending, (p->count == 1 ? 1 : p->threads) * run->room},
     };
     const int64_t start = p->space ? aligned((uintptr_t)p->space / sizeof(float)) - (uintptr_t)p->space / sizeof(float) : 0;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         *parts[i].part = p->space ? p->space + start + at : 0;
         at += aligned(parts[i].size);
     }
-    run->scratch = p->space ? p->space + start + at : 0;
-    for (int64_t first = 0; first < n; first += m->most)
-        for (int windowed = 0; windowed <= (m->widest > 0); windowed++) {
-            const Attention a = attention(m, p, first, least(n - first, m->most), windowed * m->widest);
-            scratch = most(scratch, m->attention_scratch(&a));
-        }
-    return at + scratch + ALIGNED;
+    return at + ALIGNED;
 }
 
 /* Numbers of working space of a pass, whose own has none yet. */
@@ -337,10 +373,11 @@ static void norm_row(const Run *run, int64_t row) { give(run, run->layer->pre_at
 static void split_row(const Run *run, int64_t row) {
     const Model *m = run->model;
     const Pass *p = run->pass;
+    const Text *t = text_of(p, row);
     const Layer *l = run->layer;
-    const int64_t width = m->width, half = m->turned / 2, n = p->nodes, size = bytes(m->kind);
+    const int64_t width = m->width, half = m->turned / 2, node = row - t->first, size = bytes(m->kind);
     const int64_t kept = width + (m->kind == INT8 ? 4 : 0); /* numbers of a row of the cache; of 8 bits, with its step */
-    const int64_t turned = (most(l->rotary, 0) * n + row) * half;
+    const int64_t turned = (most(l->rotary, 0) * p->nodes + row) * half;
     const float *cosines = run->cosines + turned, *sines = run->sines + turned;
     float *from = run->wide + row * attended_row(m, l->gated), *keys = from + (1 + l->gated) * m->heads * width;
     if (l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, m->heads * width, m->epsilon);
@@ -348,48 +385,69 @@ static void split_row(const Run *run, int64_t row) {
     for (int64_t h = 0; h < m->heads; h++, from += (1 + l->gated) * width) {
         if (!l->joint && l->query_norm) tswift_norm(from, l->query_norm, from, width, m->epsilon);
         if (l->rotary >= 0) rotate(from, cosines, sines, half);
-        memcpy(p->queries + ((l->place * m->heads + h) * n + row) * width, from, width * sizeof *from);
+        memcpy(t->queries + ((l->place * m->heads + h) * t->nodes + node) * width, from, width * sizeof *from);
     }
     for (int64_t h = 0; h < 2 * m->kv_heads; h++, from += width) {
         const int64_t value = h >= m->kv_heads, head = h % m->kv_heads;
-        const int64_t at = l->place * p->by_layer + head * p->by_head + (p->prefix + row) * kept;
+        const int64_t at = l->place * t->by_layer + head * t->by_head + (t->prefix + node) * kept;
         const float *steps = p->steps + ((value * m->kept + l->place) * m->kv_heads + head) * width;
         if (!value && !l->joint && l->key_norm) tswift_norm(from, l->key_norm, from, width, m->epsilon);
         if (!value && l->rotary >= 0) rotate(from, cosines, sines, half);
-        keep((value ? p->values : p->keys) + at * size, from, steps, width, m->kind);
+        keep((value ? t->values : t->keys) + at * size, from, steps, width, m->kind);
     }
 }
 
-/* What attention puts out is by head; the next product wants it by row. A long chain is attended to in parts, so that
-   its rows have the bits that they have in passes of so many nodes. */
-static void attend(Run *run) {
+/* Attention of a text by some KV heads. What it puts out is by head; the next product wants it by row. A long chain is
+   attended to in parts, so that its rows have the bits that they have in passes of so many nodes. */
+static void attend_heads(const Run *run, const Text *t, int64_t head, int64_t kv_heads, int64_t threads, float *room) {
     const Model *m = run->model;
-    const Pass *p = run->pass;
     const Layer *l = run->layer;
-    const int64_t width = m->width, n = p->nodes, size = bytes(m->kind);
-    float *queries = p->queries + l->place * m->heads * n * width;
+    const int64_t group = m->heads / m->kv_heads, heads = group * kv_heads, before = group * head;
+    const int64_t width = m->width, n = t->nodes, size = bytes(m->kind);
+    const int64_t at = (l->place * t->by_layer + head * t->by_head) * size;
+    const float *queries = t->queries + (l->place * m->heads + before) * n * width;
+    float *seen = room + attended_size(m, t, kv_heads);
     for (int64_t first = 0, some; first < n; first += some) {
         some = least(n - first, m->most);
-        Attention a = attention(m, p, first, some, l->window);
-        a.scale = l->scale, a.softcap = l->softcap;
-        a.query = queries, a.out = run->seen, a.scratch = run->scratch;
-        a.depths = p->ancestors ? run->depths : 0;
-        a.key_steps = p->steps + l->place * m->kv_heads * width;
+        Attention a = attention(m, t, first, some, kv_heads, l->window);
+        a.scale = l->scale, a.softcap = l->softcap, a.threads = threads;
+        a.query = queries, a.out = seen, a.scratch = seen + attended_size(m, t, kv_heads);
+        a.depths = t->ancestors ? run->depths + t->first : 0;
+        a.key_steps = run->pass->steps + (l->place * m->kv_heads + head) * width;
         a.value_steps = a.key_steps + m->kept * m->kv_heads * width;
-        a.keys = p->keys + l->place * p->by_layer * size, a.values = p->values + l->place * p->by_layer * size;
-        for (int64_t h = 0; some < n && h < m->heads; h++) {
-            a.query = run->queries;
-            memcpy(run->queries + h * some * width, queries + (h * n + first) * width, some * width * sizeof(float));
+        a.keys = t->keys + at, a.values = t->values + at;
+        for (int64_t h = 0; some < n && h < heads; h++) {
+            a.query = room;
+            memcpy(room + h * some * width, queries + (h * n + first) * width, some * width * sizeof(float));
         }
         m->attend(&a);
-        for (int64_t row = 0; row < some; row++)
-            for (int64_t h = 0; h < m->heads; h++) {
-                float *to = run->turned + ((first + row) * m->heads + h) * width;
-                const float *gate = run->wide + (first + row) * attended_row(m, 1) + (2 * h + 1) * width;
-                memcpy(to, run->seen + (h * some + row) * width, width * sizeof *to);
+        for (int64_t row = t->first + first, last = row + some; row < last; row++)
+            for (int64_t h = 0; h < heads; h++) {
+                float *to = run->turned + (row * m->heads + before + h) * width;
+                const float *gate = run->wide + row * attended_row(m, 1) + (2 * (before + h) + 1) * width;
+                memcpy(to, seen + (h * some + row - last + some) * width, width * sizeof *to);
                 for (int64_t i = 0; l->gated && i < width; i++) to[i] *= logistic(gate[i]);
             }
     }
+}
+
+static void take_heads(void *given) {
+    Run *run = given;
+    const Pass *p = run->pass;
+    const int64_t kv_heads = run->model->kv_heads;
+    float *room = run->attending + __atomic_fetch_add(&run->workers, 1, __ATOMIC_RELAXED) * run->room;
+    for (int64_t task; (task = __atomic_fetch_add(&run->next, 1, __ATOMIC_RELAXED)) < p->count * kv_heads;) {
+        const Text *t = p->texts + task / kv_heads;
+        if (!by_all(p, t)) attend_heads(run, t, task % kv_heads, 1, 1, room);
+    }
+}
+
+static void attend(Run *run) {
+    const Pass *p = run->pass;
+    for (const Text *t = p->texts; t < p->texts + p->count; t++)
+        if (by_all(p, t)) attend_heads(run, t, 0, run->model->kv_heads, p->threads, run->attending);
+    run->next = run->workers = 0;
+    if (p->count > 1) run->model->parallel(take_heads, run, p->threads, 0);
 }
 
 /* A row of products of a recurrent layer. */
@@ -405,15 +463,17 @@ INLINE int64_t kept_rows(const Run *run) {
 /* The gates of a recurrence, and what is convolved: each queries and keys over their length. */
 static void convolve_row(const Run *run, int64_t row) {
     const Recurrent *m = run->layer->recurrent;
+    const Text *t = text_of(run->pass, row);
     const float *own = mixed(run, row), *fresh = own + m->channels + m->heads * m->value_size;
-    const float *kept = run->pass->rows + kept_rows(run);
+    const float *kept = t->rows + kept_rows(run);
     float *out = run->convolved + row * m->channels;
     int64_t node = run->parents[row], behind = m->count - 2;
     for (int64_t i = 0; i < m->channels; i++) out[i] = own[i] * m->taps[(m->count - 1) * m->channels + i];
     for (int64_t tap = m->count - 2; tap >= 0; tap--) {
-        const float *from = node < 0 ? kept + behind-- * m->channels : mixed(run, node), *by = m->taps + tap * m->channels;
+        const float *from = node < 0 ? kept + behind-- * m->channels : mixed(run, t->first + node);
+        const float *by = m->taps + tap * m->channels;
         for (int64_t i = 0; i < m->channels; i++) out[i] += from[i] * by[i];
-        if (node >= 0) node = run->parents[node];
+        if (node >= 0) node = run->parents[t->first + node];
     }
     tswift_silu(out, out, m->channels);
     const int64_t heads = m->heads / m->group, size = m->key_size;
@@ -440,41 +500,51 @@ static void read_row(const Run *run, int64_t row) {
 }
 
 /* The newest rows before a convolution, after a chain. */
-static void keep_rows(const Run *run) {
+static void keep_rows(const Run *run, const Text *t) {
     const Recurrent *m = run->layer->recurrent;
-    const float *kept = run->pass->rows + kept_rows(run);
-    float *to = run->pass->rows_after + kept_rows(run);
-    for (int64_t row = 0, at = run->pass->nodes; row < m->count - 1; row++, at++) {
-        const float *from = at < m->count - 1 ? kept + at * m->channels : mixed(run, at - (m->count - 1));
+    const float *kept = t->rows + kept_rows(run);
+    float *to = t->rows_after + kept_rows(run);
+    for (int64_t row = 0, at = t->nodes; row < m->count - 1; row++, at++) {
+        const float *from = at < m->count - 1 ? kept + at * m->channels : mixed(run, t->first + at - (m->count - 1));
         memmove(to + row * m->channels, from, m->channels * sizeof *to);
     }
+}
+
+/* A text's states, stepped by what is convolved. */
+static void step_states(const Run *run, const Text *t) {
+    const Recurrent *m = run->layer->recurrent;
+    const int64_t at = run->layer->place * m->heads * m->key_size * m->value_size, own = t->first * m->heads;
+    const float *queries = run->convolved + t->first * m->channels, *keys = queries + m->heads / m->group * m->key_size;
+    Steps steps = {
+        .state = t->matrices + at, .after = t->matrices_after ? t->matrices_after + at : 0,
+        .queries = queries, .keys = keys, .contents = keys + m->heads / m->group * m->key_size,
+        .decays = run->decays + own, .rates = run->rates + own, .parents = run->parents + t->first, .places = run->places,
+        .out = run->turned + own * m->value_size, .scratch = run->states, .parallel = run->model->parallel,
+        .nodes = t->nodes, .heads = m->heads, .group = m->group, .key_size = m->key_size, .value_size = m->value_size,
+        .states = t->ancestors ? t->nodes : 1, .threads = run->pass->threads, .key_row = m->channels,
+        .content_row = m->channels, .corrects = 1,
+    };
+    tswift_recur(&steps);
+    if (t->rows_after) keep_rows(run, t);
 }
 
 /* A recurrent layer, whose products are known. */
 static void remember(Run *run) {
     const Recurrent *m = run->layer->recurrent;
     const Pass *p = run->pass;
-    const int64_t n = p->nodes, at = run->layer->place * m->heads * m->key_size * m->value_size;
-    const float *keys = run->convolved + m->heads / m->group * m->key_size;
     each_row(run, convolve_row, m->channels);
-    Steps steps = {
-        .state = p->matrices + at, .after = p->matrices_after ? p->matrices_after + at : 0,
-        .queries = run->convolved, .keys = keys, .contents = keys + m->heads / m->group * m->key_size,
-        .decays = run->decays, .rates = run->rates, .parents = run->parents, .places = run->places,
-        .out = run->turned, .scratch = run->states, .parallel = run->model->parallel, .nodes = n, .heads = m->heads,
-        .group = m->group, .key_size = m->key_size, .value_size = m->value_size, .states = p->ancestors ? n : 1,
-        .threads = p->threads, .key_row = m->channels, .content_row = m->channels, .corrects = 1,
-    };
-    tswift_recur(&steps);
-    if (p->rows_after) keep_rows(run);
+    for (const Text *t = p->texts; t < p->texts + p->count; t++) step_states(run, t);
     each_row(run, read_row, m->heads * m->value_size);
 }
 
 static Run begin(const Model *m, const Pass *p) {
     Run run = {.model = m, .pass = p};
     lay_out(&run);
-    for (int64_t r = 0; p->ancestors && r < p->nodes; r++) run.depths[r] = depth(p, r);
-    for (int64_t r = 0; p->mixed && r < p->nodes; r++) run.parents[r] = parent(p, r);
+    for (const Text *t = p->texts; t < p->texts + p->count; t++)
+        for (int64_t node = 0; node < t->nodes; node++) {
+            if (t->ancestors) run.depths[t->first + node] = depth(t, node);
+            if (p->mixed) run.parents[t->first + node] = parent(t, node);
+        }
     return run;
 }
 

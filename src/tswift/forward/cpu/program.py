@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tswift.attention import native
 from tswift.attention.sdpa import MAX_WIDTH, AttentionSpec
-from tswift.caches import FullKV, KVBuffer, States
+from tswift.caches import FullKV, KVBuffer
 from tswift.forward.cpu.parts import (
     LayerParts,
     RecurrentParts,
@@ -215,19 +215,21 @@ class PassProgram:
         ordered = not self._windowed or isinstance(kv, FullKV)
         return fits and ordered and kv.shape.dtype == self._kv_dtype
 
-    def __call__(self, nodes: Nodes, pre_norm: bool, tapped: Sequence[int]) -> Forwarded:
-        """As :meth:`~tswift.forward.target.Target.forward`; for the arguments see :meth:`begin`."""
-        run, forwarded = self.begin(nodes, pre_norm, tapped)
+    def __call__(
+        self, texts: Sequence[Nodes], pre_norm: bool, tapped: Sequence[int]
+    ) -> list[Forwarded]:
+        """A pass over several texts; for the arguments see :meth:`begin`."""
+        run, forwarded = self.begin(texts, pre_norm, tapped)
         self._library.tswift_forward(ctypes.byref(self._model), ctypes.byref(run))
         return forwarded
 
     def verify(
         self, draw: Callable[..., T], nodes: Nodes, pre_norm: bool, tapped: Sequence[int]
     ) -> tuple[Forwarded, Tensor, T]:
-        """As :meth:`~tswift.forward.target.Target.verify`; for the other arguments see
-        :meth:`begin`.
+        """A pass over one text, its logits, and what is drawn from them; for the other arguments
+        see :meth:`begin`.
         """
-        run, forwarded = self.begin(nodes, pre_norm, tapped)
+        run, (forwarded,) = self.begin([nodes], pre_norm, tapped)
         logits = torch.empty(run.nodes, self.lm_head_c.outputs, dtype=torch.float32)
         asked = self._verification
         asked.run = ctypes.addressof(run)
@@ -236,46 +238,81 @@ class PassProgram:
         return forwarded, logits, draw(logits, verification=ctypes.addressof(asked))
 
     def begin(
-        self, nodes: Nodes, pre_norm: bool = False, tapped: Sequence[int] = ()
-    ) -> tuple[ctypes.Structure, Forwarded]:
-        """What the C function is to be called with for a pass, and where it will leave the result.
+        self, texts: Sequence[Nodes], pre_norm: bool = False, tapped: Sequence[int] = ()
+    ) -> tuple[ctypes.Structure, list[Forwarded]]:
+        """What the C function is to be called with for a pass, and where it will leave the result
+        of each text.
 
         Args:
-            nodes: as for :meth:`~tswift.forward.target.Target.forward`.
+            texts: their nodes, with a cache each. A chain of more than :attr:`most_nodes` has to
+                be alone.
             pre_norm: whether the states before the final norm are asked for.
             tapped: the layers after which the states are.
         """
-        kept, heads, width, hidden = self._shape
-        kv, count = nodes.kv, len(nodes)
+        hidden = self._shape[-1]
+        count = sum(map(len, texts))
         states = torch.empty(2, count, hidden, dtype=torch.float32)
-        queries = torch.empty(kept, heads, count, width, dtype=torch.float32)
         layers = len(self._layers)
         inner = torch.empty(layers, count, hidden, dtype=torch.float32) if tapped else None
-        tokens = nodes.tokens.contiguous()
-        positions = nodes.positions.contiguous()
-        ancestors = nodes.ancestors
-        ancestors = None if ancestors is None or count == 1 else ancestors.contiguous()
+        tokens = _joined([nodes.tokens for nodes in texts])
+        positions = _joined([nodes.positions for nodes in texts])
+        steps = texts[0].kv.shape.steps
+        made = (C.Text * len(texts))()
         run = C.Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
-            *(each.data_ptr() for each in kv.buffers),
-            0 if ancestors is None else ancestors.data_ptr(),
+            ctypes.addressof(made),
             states.data_ptr(),
             states.data_ptr() + count * hidden * states.itemsize,
-            queries.data_ptr(),
             0 if inner is None else inner.data_ptr(),
             0,
-            0 if kv.shape.steps is None else kv.shape.steps.data_ptr(),
+            0 if steps is None else steps.data_ptr(),
+            count=len(texts),
             nodes=count,
-            prefix=kv.length,
-            by_layer=kv.buffers[0].stride(0),
-            by_head=kv.buffers[0].stride(1),
         )
-        run.kept = tokens, positions, ancestors  # as long as it is
-        if isinstance(kv, FullKV) and kv.states is not None:
-            self._remember(run, kv.states, ancestors is None or bool(ancestors[-1].all()))
+        mixed = None
+        if texts[0].kv.states is not None:
+            # of a long chain, as in prompts, only the end is kept: it is accepted as a whole
+            layers, size = self._mixed
+            long = max(map(len, texts)) > self.most_nodes
+            mixed = torch.empty(1 if long else layers, count, size, dtype=torch.float32)
+            run.mixed = mixed.data_ptr()
+            run.by_recurrent = 0 if long else mixed.stride(0)
+        run.kept = [tokens, positions, made, mixed]  # as long as it is
+        found: list[Forwarded] = []
+        first = 0
+        for nodes, text in zip(texts, made, strict=True):
+            rows = slice(first, first + len(nodes))
+            queries = self._place(nodes, text, first, run.kept)
+            if nodes.kv.states is not None:
+                assert mixed is not None
+                self._remember(text, nodes, mixed[:, rows])
+            after = None if inner is None else inner[:, rows]
+            found.append(_Result(states[:, rows], queries, pre_norm, after, tapped))
+            first = rows.stop
         self._make_room(run)
-        return run, _Result(states, queries, pre_norm, inner, tapped)
+        return run, found
+
+    def _place(
+        self, nodes: Nodes, text: ctypes.Structure, first: int, kept: list[object]
+    ) -> Tensor:
+        """Fill in a text's structure, whose rows begin at ``first``; returns where its queries
+        will be.
+
+        What it points to is added to ``kept``.
+        """
+        layers, heads, width, _ = self._shape
+        kv, count = nodes.kv, len(nodes)
+        queries = torch.empty(layers, heads, count, width, dtype=torch.float32)
+        text.keys, text.values = (each.data_ptr() for each in kv.buffers)
+        text.queries = queries.data_ptr()
+        text.by_layer, text.by_head, *_ = kv.buffers[0].stride()
+        text.first, text.nodes, text.prefix = first, count, kv.length
+        if nodes.ancestors is not None and count > 1:
+            ancestors = nodes.ancestors.contiguous()
+            text.ancestors = ancestors.data_ptr()
+            kept.append(ancestors)
+        return queries
 
     def _make_room(self, run: ctypes.Structure) -> None:
         """Threads and working space of a pass."""
@@ -285,22 +322,18 @@ class PassProgram:
             self._space = torch.empty(size, dtype=torch.float32)
         run.space = self._space.data_ptr()
 
-    def _remember(self, run: ctypes.Structure, states: States, chain: bool) -> None:
-        """Let a pass read states, and leave behind how they go on by what is accepted.
-
-        Of a long chain, as in prompts, only the end is kept: it is accepted as a whole.
+    def _remember(self, text: ctypes.Structure, nodes: Nodes, mixed: Tensor) -> None:
+        """Let a pass read a text's states, and leave behind how they go on by what is accepted,
+        given the text's products.
         """
-        layers, size = self._mixed
-        long = run.nodes > self.most_nodes
-        mixed = torch.empty(1 if long else layers, run.nodes, size, dtype=torch.float32)
-        run.mixed = mixed.data_ptr()
-        run.by_recurrent = 0 if long else mixed.stride(0)
-        run.rows = states.rows.data_ptr()
-        run.matrices = states.matrices.data_ptr()
+        states = nodes.kv.states
+        assert states is not None
+        text.rows = states.rows.data_ptr()
+        text.matrices = states.matrices.data_ptr()
+        chain = nodes.ancestors is None or bool(nodes.ancestors[-1].all())
         if chain:
-            run.rows_after, run.matrices_after = (each.data_ptr() for each in states.ahead)
-        run.kept = *run.kept, mixed
-        states.chain = run.nodes if chain else 0
+            text.rows_after, text.matrices_after = (each.data_ptr() for each in states.ahead)
+        states.chain = len(nodes) if chain else 0
         states.replays = [partial(self._go_on, states.rows, states.matrices, mixed)]
 
     def _go_on(self, rows: Tensor, matrices: Tensor, mixed: Tensor, nodes: Sequence[int]) -> None:
@@ -308,17 +341,27 @@ class PassProgram:
         if len(mixed) < self._mixed[0]:
             raise ValueError("a long chain is committed as a whole")
         accepted = mixed[:, list(nodes)]
-        run = C.Pass(
-            mixed=accepted.data_ptr(),
-            by_recurrent=accepted.stride(0),
+        text = C.Text(
             rows=rows.data_ptr(),
             rows_after=rows.data_ptr(),
             matrices=matrices.data_ptr(),
             matrices_after=matrices.data_ptr(),
             nodes=len(nodes),
         )
+        run = C.Pass(
+            texts=ctypes.addressof(text),
+            mixed=accepted.data_ptr(),
+            by_recurrent=accepted.stride(0),
+            count=1,
+            nodes=len(nodes),
+        )
         self._make_room(run)
         self._library.tswift_go_on(ctypes.byref(self._model), ctypes.byref(run))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Tensors one after the other; one alone as it is, which takes no time."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 class _Result(Forwarded):

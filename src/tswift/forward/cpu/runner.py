@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from tswift.caches import KVBuffer
 from tswift.forward.cpu.parts import Unfit
 from tswift.forward.cpu.program import PassProgram
 from tswift.forward.eager import EagerRunner, WrappedModel
-from tswift.forward.passes import Forwarded, Nodes, T, rows_of
+from tswift.forward.passes import PROMPT_CHUNK, Forwarded, Nodes, T, rows_of
 from tswift.native_build import Unbuilt
 
 
@@ -66,7 +66,21 @@ class CompiledRunner(EagerRunner):
             return super().forward(nodes)
         if not chain:
             rows_of(target.fixed_rows, nodes.kv, len(nodes))
-        return self.program(nodes, target.has_pre_norm, target.tapped)
+        return self.program([nodes], target.has_pre_norm, target.tapped)[0]
+
+    @property
+    def most_rows(self) -> int | None:
+        """As :attr:`EagerRunner.most_rows`."""
+        return PROMPT_CHUNK
+
+    def joins(self, nodes: Nodes) -> bool:
+        """As :meth:`EagerRunner.joins`."""
+        return self.program.takes(nodes.kv, len(nodes))
+
+    def forward_together(self, texts: Sequence[Nodes]) -> list[Forwarded]:
+        """As :meth:`EagerRunner.forward_together`."""
+        target = self.target
+        return self.program(texts, target.has_pre_norm, target.tapped)
 
     def verify(self, nodes: Nodes, draw: Callable[..., T]) -> tuple[Forwarded, Tensor, T] | None:
         """As :meth:`EagerRunner.verify`."""
