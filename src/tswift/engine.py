@@ -171,7 +171,8 @@ def begin(
     options = resolved(method, target, model.heads, request.options, draft)
     demand = Demand(len(request.prompt), request.length, request.method, options)
     need = check(target, demand, draft=model.draft)
-    costs = costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL
+    # its own, as they change with how many texts share passes
+    costs = replace(costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL)
     drafter = make_drafter(
         request.method, target, model.heads, options, model.draft, need.positions, costs
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 # spread of repeats up to which a machine counts as idle; it was 1.15 to 1.9 beside a busy process
@@ -19,6 +19,8 @@ WORTH_A_TRIAL = 1 / 6
 class PassCosts:
     """Seconds of a step that drafts nothing: linear in the keys,
     and piecewise linear in the nodes it verifies.
+
+    Where several texts share passes, of a pass over as many nodes of each: a text's part.
     """
 
     nodes: tuple[int, ...]  # measured numbers of nodes, rising; the first is 1
@@ -27,6 +29,16 @@ class PassCosts:
     level: float  # seconds of drafting one level by heads
     # how many times the least of its repeats a figure usually took while these were measured
     spread: float = 1.0
+    texts: int = 1  # that share a pass
+
+    def share(self, texts: int) -> None:
+        """Let so many texts share a pass from now on."""
+        vars(self)["texts"] = texts
+
+    @cached_property
+    def alone(self) -> PassCosts:
+        """Those of passes that are one text's, as drafts are."""
+        return replace(self, texts=1)
 
     @property
     def sound(self) -> bool:
@@ -79,20 +91,22 @@ class PassCosts:
 
     def line(self, nodes: int) -> tuple[float, float]:
         """Of a step over so many nodes: seconds without keys, and for every key."""
-        known = self._lines.get(nodes)
+        known = self._lines.get((nodes, self.texts))
         if known is None:
-            right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
-            lower = self.nodes[right - 1]
-            share = (nodes - lower) / (self.nodes[right] - lower)
-            base, per_key = (
-                figures[right - 1] + share * (figures[right] - figures[right - 1])
-                for figures in (self.base, self.per_key)
-            )
-            known = self._lines[nodes] = base, per_key
+            # every text has keys of its own
+            base = self._between(self.base, nodes * self.texts) / self.texts
+            known = base, self._between(self.per_key, nodes)
+            self._lines[nodes, self.texts] = known
         return known
 
+    def _between(self, figures: tuple[float, ...], nodes: int) -> float:
+        right = min(max(bisect_left(self.nodes, nodes), 1), len(self.nodes) - 1)
+        lower = self.nodes[right - 1]
+        share = (nodes - lower) / (self.nodes[right] - lower)
+        return figures[right - 1] + share * (figures[right] - figures[right - 1])
+
     @cached_property
-    def _lines(self) -> dict[int, tuple[float, float]]:
+    def _lines(self) -> dict[tuple[int, int], tuple[float, float]]:
         """Those that were asked for: they are asked for in every step."""
         return {}
 

@@ -8,9 +8,10 @@ The text is the same whoever drafts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from operator import truediv
 from typing import TYPE_CHECKING
 
 from tswift.decoding.drafter import Context, DeviceDraft, Drafter, DraftTree, LogitReader
@@ -91,6 +92,10 @@ class Arm:
             self._drafting += seconds
             self._passes[place] = self._passes.get(place, 0.0) + passing
 
+    def reprice(self, factors: Sequence[float]) -> None:
+        """As :meth:`Bandit.reprice`."""
+        self._passes = {place: s * factors[place] for place, s in self._passes.items()}
+
     def wait(self, ratio: float) -> float:
         """Plain steps' time until its next trial, when the best arm is so many times as fast."""
         return min(
@@ -139,6 +144,11 @@ class Bandit:
         self._usual = inf  # seconds of a step of the chosen arm, or of others if none is known
         # seconds that trials may lose yet, and that this one has lost
         self._allowed = self._lost = 0.0
+
+    def reprice(self, factors: Sequence[float]) -> None:
+        """Passes cost so many times as much from now on, by place of their number of nodes."""
+        for arm in self.arms:
+            arm.reprice(factors)
 
     @property
     def steady(self) -> bool:
@@ -345,6 +355,12 @@ class AdaptiveDrafter(Drafter):
         if self._drafted is None:
             self._length = len(context.text)
             return
+        costs = self.times.costs
+        if costs.texts != context.texts:
+            before = [costs.seconds(nodes, self._keys) for nodes in costs.nodes]
+            costs.share(context.texts)
+            now = [costs.seconds(nodes, self._keys) for nodes in costs.nodes]
+            self.bandit.reprice([*map(truediv, now, before)])
         self._passed += context.passing
         self._drafting += context.drafting if self.clock else 0.0
         self._steps += 1
@@ -354,7 +370,7 @@ class AdaptiveDrafter(Drafter):
             return
         count = self._steps
         tokens = len(context.text) - self._length
-        costs, seconds, passing = self.times.costs, self._drafting, 0.0
+        seconds, passing = self._drafting, 0.0
         if self.clock and (
             self.times_whole_steps or drafter is self._on_device
         ):  # the draft included

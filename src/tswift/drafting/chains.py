@@ -203,7 +203,7 @@ class ChainSource(Source):
         """As if its model were as large as the target:
         what another one's passes cost is not known.
         """
-        step = costs.seconds(self.drafter.limit, self.draft_model.keys or context.kv.length)
+        step = costs.alone.seconds(self.drafter.limit, self.draft_model.keys or context.kv.length)
         return (
             self._gamma
             * (step + self.drafter.draft_seconds(costs, context))

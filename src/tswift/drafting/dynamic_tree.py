@@ -86,13 +86,15 @@ class TreeBudget:
         self._tokens = 0.0
         self._time = 0.0
         self._base = self._per_key = np.zeros(0)  # of passes over 1, 2, ... nodes
+        self._texts = 1  # that share those
 
     def size(self, path_probs: Sequence[float], context: int, cost_s: float) -> int:
         """How many nodes to verify: of these, root first, over so many keys each,
         after so long a draft.
         """
         count = len(path_probs)
-        if count > len(self._base):
+        if count > len(self._base) or self._texts != self.costs.texts:
+            self._texts = self.costs.texts
             lines = [self.costs.line(n) for n in range(1, count + 1)]
             self._base, self._per_key = np.array(lines).T
             self._places = np.array([self.times.place(n) for n in range(1, count + 1)])
@@ -292,6 +294,7 @@ class DynamicTreeDrafter(Drafter):
 
     def learn(self, context: Context) -> None:
         """As :meth:`Drafter.learn`."""
+        self.budget.costs.share(context.texts)
         if self._drafted is not None:
             tree, length = self._drafted
             tree.learn(context.text[length:])

@@ -105,7 +105,7 @@ class HeadSource(Source):
     def draft_seconds(self, costs: PassCosts, context: Context) -> float:
         """Seconds that a draft takes by these costs."""
         reading = (
-            costs.seconds(1, self.draft_model.keys or context.kv.length)
+            costs.alone.seconds(1, self.draft_model.keys or context.kv.length)
             if self.draft_model
             else 0.0
         )

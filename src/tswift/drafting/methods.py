@@ -197,7 +197,7 @@ def cascade(models: Models, options: DraftOptions) -> Drafter:
     inner.histories = ()  # kept up for the tree that the chain is verified in
     draft_model = _self_draft(models, options)
     budget = _budget(models, options)
-    chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.costs)
+    chain = CascadeSource(draft_model, inner, options.shared_noise, budget, models.costs.alone)
     return replace(_pruned(models, options, 0, [chain], budget), depth=min(gamma, nodes - 1))
 
 

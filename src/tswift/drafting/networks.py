@@ -291,6 +291,7 @@ class NetworkSource(Source):
             return 0.0
         if self._on_host:
             return self._seconds
+        costs = costs.alone
         level = costs.level or _LEVEL * costs.seconds(1, 0)
         block = self._network.spec.block
         passes = costs.seconds(block, 0) if block else self._levels * costs.seconds(BEAM, 0)
