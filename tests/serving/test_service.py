@@ -20,6 +20,7 @@ from tests.helpers import read_json
 from tests.rows import every_row
 from tests.serving.server import TEXT
 from tswift.decoding.stats import DecodeStats
+from tswift.engine import generate
 from tswift.files import Lock, write_whole
 from tswift.jobs.config import RunConfig
 from tswift.jobs.folder import FINISHED, INTERRUPTED, RUNNING, SaveFailed
@@ -531,3 +532,54 @@ def test_a_pipe_in_a_runs_folder_is_not_waited_for(model, tmp_path):
             for name in files
         }
     assert all(told.values()), SAID
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint: Path) -> LoadedModel:
+    """The model in passes that texts share."""
+    return load(str(checkpoint), exact=True)
+
+
+def alone(service: Service, asked_for: dict[str, Any]) -> bytes:
+    """The text that a request has by itself."""
+    length, seed = asked_for["max_tokens"], asked_for["seed"]
+    steps = generate(service.model, TEXT, length, method="ar", seed=seed, params=service.sampling)
+    return "".join(step.text for step in steps).encode()
+
+
+def test_texts_are_made_side_by_side(exact, tmp_path):
+    """A short one does not wait for a long one; who leaves does not disturb the others."""
+    with serving(exact, tmp_path) as service:
+        long = [
+            begun(service.accept_one({**LONG, "max_tokens": 250, "seed": seed}, False))
+            for seed in (1, 2)
+        ]
+        short = done(service.accept_one({**SHORT, "seed": 4}, False))
+        assert [run.open for run in long] == [True, True]
+        service.cancel(long[0])
+        assert done(long[0]).state == "cancelled"
+        several = service.accept({**SHORT, "n": 3}, False)
+        texts = [bytes(done(run).text) for run in several]
+        assert long[1].open
+        made = bytes(done(long[1]).text)
+    assert bytes(short.text) == alone(service, {**SHORT, "seed": 4})
+    assert texts == [alone(service, {**SHORT, "seed": seed}) for seed in (3, 4, 5)]
+    assert made == alone(service, {**LONG, "max_tokens": 250, "seed": 2})
+
+
+def test_a_text_waits_until_memory_has_room(exact, tmp_path, monkeypatch):
+    """For what others still take, too; alone it is refused."""
+    needed = exact.target.kv_shape.bytes_per_token * 400
+    room = [10 * needed]
+    monkeypatch.setattr("tswift.memory.available_bytes", lambda device: room[0])
+    with serving(exact, tmp_path) as service:
+        first = begun(service.accept_one({**LONG, "max_tokens": 150}, False))
+        room[0] = needed
+        second = service.accept_one({**LONG, "max_tokens": 300, "seed": 4}, False)
+        third = service.accept_one({**SHORT, "seed": 5}, False)
+        assert done(first).state == FINISHED
+        assert third.open  # it overtakes nobody
+        assert done(second).state == done(third).state == FINISHED
+        assert bytes(second.text) == alone(service, {**LONG, "max_tokens": 300, "seed": 4})
+        room[0] = 1000
+        assert "cpu has" in done(service.accept_one(LONG, False)).reason

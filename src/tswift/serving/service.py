@@ -85,6 +85,7 @@ class Service:
         self._turns: SimpleQueue[ApiRun | None] = SimpleQueue()
         self._width = texts_at_once(model.target, config.parallel)
         self._begun = 0  # runs whose caches have been allocated
+        self._full = False  # whether a run waits for the memory of those; no other overtakes it
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
@@ -307,7 +308,7 @@ class Service:
 
     def _next(self, begun: int) -> Work[None] | None:
         """The run whose turn it is; one is waited for where none was begun."""
-        while True:
+        while not self._full:
             try:
                 run = self._turns.get(block=not begun)
             except Empty:
@@ -319,6 +320,7 @@ class Service:
                 if run.state == QUEUED:
                     run.state = RUNNING
                     return self._made(run)
+        return None
 
     def _made(self, run: ApiRun) -> Work[None]:
         state = yield from self._decode(run)
@@ -354,10 +356,13 @@ class Service:
             except NoRoom:
                 if not (begun := self._begun):
                     raise
-            while self._begun >= begun:  # until one has ended
-                if run.stopping:
-                    raise RunStopped
-                yield None
+            self._full = True
+            try:
+                while self._begun >= begun:  # until one has ended
+                    run.show_prefill(0, 0)
+                    yield None
+            finally:
+                self._full = False
 
     def _decode(self, run: ApiRun) -> Work[str]:
         """Make a run's text, all of it; returns its state."""
