@@ -42,6 +42,7 @@ class Fault(NamedTuple):
     new: str
 
 
+WORK, SERVICE = "decoding/test_work.py", "serving/test_service.py"
 LOOP, DEVICE, RULE = (
     "decoding/test_loop.py",
     "decoding/test_device_step.py",
@@ -152,9 +153,27 @@ FAULTS = [
           "return self._count <= self._rules.least", "return False"),
     Fault("several texts have one seed", "serving/requests.py", "serving/test_server.py::test_several_texts_of_a_request",
           'rest["seed"] + index', 'rest["seed"]'),
+    # texts side by side
+    Fault("a text that fails stops those beside it", "decoding/work.py", WORK,
+          "if isinstance(failed, KeyboardInterrupt):", "if failed is not None:"),
+    Fault("an interrupt is told to one text", "decoding/work.py", WORK,
+          "if isinstance(failed, KeyboardInterrupt):", "if False:"),
+    Fault("texts are begun after a failure", "decoding/work.py", WORK, "and failed is None and", "and"),
+    Fault("texts are to share passes that are not exact", "decoding/work.py", WORK,
+          "if asked > 1 and target.apart is not None:", "if False:"),
+    Fault("a pass of several texts is all of a text's", "decoding/loop.py", WORK,
+          "self._elsewhere += time.perf_counter() - asked - answer.share", "pass"),
+    Fault("drafters know of no other texts", "decoding/loop.py", WORK, "context.texts = answer.texts", "pass"),
+    Fault("each text pays for a shared pass", "decoding/pass_costs.py", WORK,
+          "nodes * self.texts) / self.texts", "nodes * self.texts)"),
+    Fault("arms keep the prices of passes that fewer shared", "drafting/adaptive.py", WORK, "s * factors[place]", "s"),
+    Fault("memory that others still take is free", "memory.py", f"{SERVICE}::test_a_text_waits_until_memory_has_room",
+          "estimate.total_bytes + promised <= free", "estimate.total_bytes <= free"),
+    Fault("a request overtakes one that waits for memory", "serving/service.py",
+          f"{SERVICE}::test_a_text_waits_until_memory_has_room", "while not self._full:", "while True:"),
     # many texts
     Fault("a finished text is told of again", "jobs/batch.py", MANY,
-          "left = [task for task in tasks if not task.done]", "left = [*tasks]"),
+          "left = deque(task for task in tasks if not task.done)", "left = deque(tasks)"),
     Fault("texts are put together while some are missing", "jobs/batch.py", MANY,
           "if not all(task.done for task in self.tasks):", "if not any(task.done for task in self.tasks):"),
     Fault("a shard leaves out its first text", "jobs/batch.py", MANY,
@@ -718,8 +737,8 @@ FAULTS = [
           "if squares is None or known is not given:", "if squares is None:"),
     Fault("what was held back is in no step's text", "decoding/loop.py", "test_api.py jobs/test_chat.py cli/test_generate.py",
           "pieces.append(text.finish())", "text.finish()"),
-    Fault("a step's text has that of the step before", "decoding/loop.py", "test_api.py",
-          "                pieces.clear()\n", ""),
+    Fault("what was held back is no part of the last step's text", "decoding/loop.py", STOPS,
+          "            if self.ended:  # nothing", "            if False:  # nothing"),
     Fault("tokens behind a stop string are kept", "decoding/loop.py", STOPS,
           "                    return count\n", "                    return len(tokens)\n"),
     Fault("a stop string is looked for in every token alone", "decoding/text.py", "jobs/test_text.py",
