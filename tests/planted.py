@@ -737,7 +737,7 @@ FAULTS = [
           "if squares is None or known is not given:", "if squares is None:"),
     Fault("what was held back is in no step's text", "decoding/loop.py", "test_api.py jobs/test_chat.py cli/test_generate.py",
           "pieces.append(text.finish())", "text.finish()"),
-    Fault("what was held back is no part of the last step's text", "decoding/loop.py", STOPS,
+    Fault("what was held back is no part of the last step's text", "decoding/loop.py", "test_api.py",
           "            if self.ended:  # nothing", "            if False:  # nothing"),
     Fault("tokens behind a stop string are kept", "decoding/loop.py", STOPS,
           "                    return count\n", "                    return len(tokens)\n"),

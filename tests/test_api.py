@@ -67,6 +67,10 @@ def test_the_text_of_the_steps_is_the_text(checkpoint):
             steps = [*tswift.generate(model, "The ship", 60, method=method, stop=stop)]
             whole = model.tokenizer.decode(tokens_of(steps), skip_special_tokens=False)
             assert "".join(step.text for step in steps) == whole
+            # what could have been the beginning of a stop string
+            more = f"{whole[-1]}\u2603"
+            held = tswift.generate(model, "The ship", 60, method=method, stop=more)
+            assert "".join(step.text for step in held) == whole
     begun = tokens_of(steps)[:20]
     rest = tswift.generate(model, "The ship", 60, method="ar", written=begun)
     shown = model.tokenizer.decode(begun, skip_special_tokens=False) + "".join(
