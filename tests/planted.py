@@ -289,8 +289,6 @@ FAULTS = [
           "self._remember(text, nodes, mixed[:, rows])", "self._remember(text, texts[0], mixed[:, rows])"),
     Fault("a text's states go on by a neighbour's products", "forward/cpu/program.py", TEXTS,
           "self._remember(text, nodes, mixed[:, rows])", "self._remember(text, nodes, mixed[:, : len(nodes)])"),
-    Fault("threads attend to two texts in one room", "forward/cpu/program.c", TEXTS,
-          "(p->count == 1 ? 1 : p->threads) * run->room", "run->room"),
     Fault("by PyTorch all texts are attended to by the last one's ancestors", "forward/passes.py", TEXTS,
           "given = zip(self.parts, *own, strict=True)", "given = zip(self.parts[::-1], *own, strict=True)"),
     Fault("by PyTorch a text's states are a neighbour's", "forward/recurrent.py", TEXTS,

@@ -249,7 +249,7 @@ class PassProgram:
             pre_norm: whether the states before the final norm are asked for.
             tapped: the layers after which the states are.
         """
-        hidden = self._shape[-1]
+        kept, heads, width, hidden = self._shape
         count = sum(map(len, texts))
         states = torch.empty(2, count, hidden, dtype=torch.float32)
         layers = len(self._layers)
@@ -268,7 +268,6 @@ class PassProgram:
             0,
             0 if steps is None else steps.data_ptr(),
             count=len(texts),
-            nodes=count,
         )
         mixed = None
         if texts[0].kv.states is not None:
@@ -280,39 +279,25 @@ class PassProgram:
             run.by_recurrent = 0 if long else mixed.stride(0)
         run.kept = [tokens, positions, made, mixed]  # as long as it is
         found: list[Forwarded] = []
-        first = 0
         for nodes, text in zip(texts, made, strict=True):
-            rows = slice(first, first + len(nodes))
-            queries = self._place(nodes, text, first, run.kept)
-            if nodes.kv.states is not None:
-                assert mixed is not None
+            rows = slice(run.nodes, run.nodes + len(nodes))
+            ancestors = nodes.ancestors
+            if ancestors is not None and len(nodes) > 1:
+                ancestors = ancestors.contiguous()
+                text.ancestors = ancestors.data_ptr()
+            queries = torch.empty(kept, heads, len(nodes), width, dtype=torch.float32)
+            text.keys, text.values = (each.data_ptr() for each in nodes.kv.buffers)
+            text.by_layer, text.by_head, *_ = nodes.kv.buffers[0].stride()
+            text.queries = queries.data_ptr()
+            text.first, text.nodes, text.prefix = rows.start, len(nodes), nodes.kv.length
+            run.nodes = rows.stop
+            run.kept.append(ancestors)
+            if mixed is not None:
                 self._remember(text, nodes, mixed[:, rows])
             after = None if inner is None else inner[:, rows]
             found.append(_Result(states[:, rows], queries, pre_norm, after, tapped))
-            first = rows.stop
         self._make_room(run)
         return run, found
-
-    def _place(
-        self, nodes: Nodes, text: ctypes.Structure, first: int, kept: list[object]
-    ) -> Tensor:
-        """Fill in a text's structure, whose rows begin at ``first``; returns where its queries
-        will be.
-
-        What it points to is added to ``kept``.
-        """
-        layers, heads, width, _ = self._shape
-        kv, count = nodes.kv, len(nodes)
-        queries = torch.empty(layers, heads, count, width, dtype=torch.float32)
-        text.keys, text.values = (each.data_ptr() for each in kv.buffers)
-        text.queries = queries.data_ptr()
-        text.by_layer, text.by_head, *_ = kv.buffers[0].stride()
-        text.first, text.nodes, text.prefix = first, count, kv.length
-        if nodes.ancestors is not None and count > 1:
-            ancestors = nodes.ancestors.contiguous()
-            text.ancestors = ancestors.data_ptr()
-            kept.append(ancestors)
-        return queries
 
     def _make_room(self, run: ctypes.Structure) -> None:
         """Threads and working space of a pass."""
