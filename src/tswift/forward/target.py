@@ -176,6 +176,8 @@ class Target(WrappedModel):
         """As :meth:`forward`, for several texts with a cache each, in as few passes as keep their
         bits; with the logits, and what is drawn from them.
         """
+        if len(asks) == 1:  # at once: of a small model a pass takes as long as little else
+            return _verified(self, asks)
         return [found for some in _packed(self.runner, asks) for found in _verified(self, some)]
 
     @torch.inference_mode()
@@ -213,16 +215,15 @@ def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
 def _verified(target: Target, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
     """As :meth:`Target.verify`, in one pass."""
     started = time.perf_counter()
-    texts = [ask.nodes for ask in asks]
-    ask, *others = asks
-    one = None if others or not ask.by_program else target.runner.verify(ask.nodes, ask.draw)
+    ask, alone = asks[0], len(asks) == 1
+    one = target.runner.verify(ask.nodes, ask.draw) if alone and ask.by_program else None
     if one is not None:
-        found = [one]
-    else:
-        forwarded = target.runner.forward_together(texts) if others else [target.forward(ask.nodes)]
-        logits = target.logits(torch.cat([each.hidden for each in forwarded]))
-        rows = logits.split([*map(len, texts)])
-        drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
-        found = [*zip(forwarded, rows, drawn, strict=True)]
+        return [Verified(*one, time.perf_counter() - started)]
+    texts = [ask.nodes for ask in asks]
+    forwarded = [target.forward(ask.nodes)] if alone else target.runner.forward_together(texts)
+    logits = target.logits(torch.cat([each.hidden for each in forwarded]))
+    rows = logits.split([*map(len, texts)])
+    drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
+    found = zip(forwarded, rows, drawn, strict=True)
     by_row = (time.perf_counter() - started) / sum(map(len, texts))
     return [Verified(*each, by_row * len(own)) for each, own in zip(found, texts, strict=True)]
