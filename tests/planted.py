@@ -62,7 +62,7 @@ INTEGERS, ARCHITECTURES = "forward/test_integers.py", "forward/test_architecture
 GGUF, KEYS = "models/test_gguf.py", "models/test_gguf_keys.py"
 TOKENIZER = "models/test_gguf_tokenizer.py"
 REMEMBERED, CHECKING = "test_remembered.py", "test_checking.py"
-RECURRENT = "forward/test_recurrent.py"
+RECURRENT, TEXTS = "forward/test_recurrent.py", "forward/test_texts.py"
 MTP = "speculators/test_mtp.py"
 ASSISTANTS = "speculators/test_assistant.py"
 NAMES = "decoding/test_client_names.py"
@@ -280,8 +280,8 @@ FAULTS = [
     Fault("a code is not cut out of its neighbours", "vectors.h", INTEGERS,
           "shifted & (uint16_t)((1 << bits) - 1)", "shifted"),
     Fault("a long chain forgets what is before its part", "forward/cpu/program.c", INTEGERS,
-          "Attention a = attention(m, p, first, some, l->window);",
-          "Attention a = attention(m, p, 0, some, l->window);"),
+          "Attention a = attention(m, t, first, some, kv_heads, l->window);",
+          "Attention a = attention(m, t, 0, some, kv_heads, l->window);"),
     Fault("embeddings of a token's neighbour", "forward/cpu/program.c", INTEGERS,
           "own = token % GROUP;", "own = (token + 1) % GROUP;"),
     # parts of a program, windows and soft caps
@@ -295,6 +295,29 @@ FAULTS = [
           "return self._names.index(name)", "return 0"),
     Fault("what layers add has no factor", "forward/cpu/program.c", f"{PROGRAM}::test_a_pass_is_the_modeling_codes",
           "state[i] += m->residual_scale * put[i]", "state[i] += put[i]"),
+    # passes over several texts
+    Fault("a text reads a neighbour's values", "forward/cpu/program.c", TEXTS,
+          "a.values = t->values + at;", "a.values = run->pass->texts->values + at;"),
+    Fault("a node has the depth of a neighbour's", "forward/cpu/program.c", TEXTS,
+          "run->depths + t->first : 0", "run->depths : 0"),
+    Fault("a node has the parent of a neighbour's", "forward/cpu/program.c", TEXTS,
+          ".parents = run->parents + t->first", ".parents = run->parents"),
+    Fault("a text's states go to a neighbour", "forward/cpu/program.py", TEXTS,
+          "self._remember(text, nodes, mixed[:, rows])", "self._remember(text, texts[0], mixed[:, rows])"),
+    Fault("a text's states go on by a neighbour's products", "forward/cpu/program.py", TEXTS,
+          "self._remember(text, nodes, mixed[:, rows])", "self._remember(text, nodes, mixed[:, : len(nodes)])"),
+    Fault("by PyTorch all texts are attended to by the last one's ancestors", "forward/passes.py", TEXTS,
+          "in zip(self.parts, self._ends, strict=True)", "in zip([self.parts[-1]] * len(self.parts), self._ends, strict=True)"),
+    Fault("by PyTorch a text attends by a neighbour's rows", "forward/passes.py", TEXTS,
+          "own = slice(end - part.rows, end)", "own = slice(0, part.rows)"),
+    Fault("by PyTorch a text's states go on by a neighbour's rows", "forward/recurrent.py", TEXTS,
+          "rows.roll(-start, dim)", "rows"),
+    Fault("a text has the result of a neighbour", "forward/eager.py", TEXTS,
+          "rows = slice(first, first := first + part.nodes)", "rows = slice(0, part.nodes)"),
+    Fault("passes that are not exact have several texts", "forward/target.py", f"{TEXTS}::test_texts_fill_a_pass_of_fixed_rows_and_no_more",
+          "runner.most_rows if runner.joins(ask.nodes) else None", "runner.most_rows"),
+    Fault("each text pays for the whole pass", "forward/target.py", f"{TEXTS}::test_a_text_pays_for_its_rows",
+          "by_row * len(own), len(asks))", "by_row * sum(map(len, texts)), len(asks))"),
     # recurrent layers
     Fault("the state of the sibling", "forward/cpu/recurrence.c", RECURRENT,
           "from[node] = parent < 0 ? 0 : to[parent];", "from[node] = node ? to[node - 1] : 0;"),
@@ -305,7 +328,7 @@ FAULTS = [
     Fault("a program's states go on by what was forwarded first", "forward/cpu/program.py", RECURRENT,
           "accepted = mixed[:, list(nodes)]", "accepted = mixed[:, : len(nodes)]"),
     Fault("attention is let through by its queries", "forward/cpu/program.c", PROGRAM,
-          "(2 * h + 1) * width", "2 * h * width"),
+          "(2 * (before + h) + 1) * width", "2 * (before + h) * width"),
     Fault("a convolution reads the slots before", "forward/recurrent.py", RECURRENT,
           "torch.where(seen, places, -1)", "torch.where(places <= places[before:, None], places, -1)"),
     Fault("a state goes on by a node too many", "forward/recurrent.py", RECURRENT,

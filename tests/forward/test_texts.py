@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.forward import test_integers, test_program
-from tests.helpers import needs_program, random_tree
+from tests.helpers import needs_program, random_tree, tiny_target
 from tests.lossless.models import cache_of, exact_target, state_of
-from tswift.caches import FullKV
+from tswift.attention.sdpa import MAX_WIDTH
+from tswift.caches import FullKV, PartialKV
 from tswift.forward.adapting import wrap_model
-from tswift.forward.passes import Nodes
+from tswift.forward.cpu.runner import CompiledRunner
+from tswift.forward.eager import EagerRunner
+from tswift.forward.passes import PROMPT_CHUNK, Nodes
 from tswift.forward.target import Ask, Target, Verified
 
-VOCAB = 97
+VOCAB = 60  # tokens that all the models have
 LENGTHS = [0, 1, 63, 64, 150, 700]
 PROGRAMS: dict[str, Callable[[], Target]] = {
     "llama, 16-bit cache": lambda: test_program.target_of("llama", kv_dtype=torch.int16),
@@ -68,7 +71,7 @@ class Text(NamedTuple):
         return kv
 
     def ask(self, target: Target, kv: FullKV) -> Ask[int]:
-        tree = random_tree(self.nodes, Random(self.seed), VOCAB if VOCAB < 60 else 60)
+        tree = random_tree(self.nodes, Random(self.seed), VOCAB)
         places = [*range(self.nodes)] if self.chain else tree.depths
         ancestors = None if self.chain else tree.ancestors()
         nodes = Nodes(torch.tensor(tree.tokens), torch.tensor(places) + self.held, kv, ancestors)
@@ -78,7 +81,7 @@ class Text(NamedTuple):
         """Nodes that are accepted."""
         if self.chain:
             return [*range(1 + self.seed % self.nodes)]
-        tree = random_tree(self.nodes, Random(self.seed), 60)
+        tree = random_tree(self.nodes, Random(self.seed), VOCAB)
         path = [self.seed % self.nodes]
         while tree.parents[path[0]] >= 0:
             path.insert(0, tree.parents[path[0]])
@@ -150,3 +153,107 @@ def test_a_programs_texts_have_their_bits(kind, wanted, ends):
 @given(wanted=texts, ends=partitions)
 def test_texts_have_their_bits_by_pytorch(kind, dtype, wanted, ends):
     same_bits(exact_target(kind, dtype), wanted, ends)
+
+
+def asked(target: Target, *texts: Text) -> list[Ask[int]]:
+    return [text.ask(target, text.cache(target)) for text in texts]
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The texts of each pass that several have."""
+    found = []
+    for runner in (EagerRunner, CompiledRunner):
+        right = runner.forward_together
+
+        def counted(self, texts, right=right):
+            found.append([len(nodes) for nodes in texts])
+            return right(self, texts)
+
+        monkeypatch.setattr(runner, "forward_together", counted)
+    return found
+
+
+@needs_program
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_programs_texts_share_threads_whatever_their_lengths(threads, passes):
+    """And one that is very long keeps all of them busy by itself."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        target = program("one KV head" if threads == 1 else "llama, 16-bit cache")
+        wanted = [Text(held, 3, 2, False, held) for held in (10, 16_400, 500, 16_390, 0, 90)]
+        same_bits(target, wanted, [False] * 6)
+    finally:
+        torch.set_num_threads(before)
+    assert passes == [[2] * 6]
+
+
+@needs_program
+def test_a_program_takes_as_many_texts_as_a_prompt_has_rows(passes):
+    target = program("llama, 16-bit cache")
+    assert target.runner.most_rows == PROMPT_CHUNK
+    found = target.verify(asked(target, *[Text(9, 0, MAX_WIDTH, False, at) for at in range(9)]))
+    assert passes == [[MAX_WIDTH] * 8]  # and one of its own
+    assert [each.drawn for each in found] == [MAX_WIDTH + at for at in range(9)]
+
+
+@needs_program
+def test_what_does_not_fit_has_a_pass_of_its_own(passes):
+    target = program("8-bit cache")
+    other = FullKV(test_program.target_of("qwen3").kv_shape, 20)
+    fit = [Text(9, 0, 3, False, at) for at in range(3)]
+    chain = Text(9, 0, MAX_WIDTH + 1, True, 4)
+    asks = asked(target, fit[0], chain, *fit[1:])
+    asks.insert(
+        3, Ask(target, asks[2].nodes.__class__(*list(vars(asks[2].nodes).values())[:2], other), len)
+    )
+    target.verify(asks)
+    assert passes == []
+    target.verify([asks[0], *asks[2:3], *asks[4:]])
+    assert passes == [[3, 3, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_are_not_exact_have_passes_of_their_own(dtype, passes):
+    target = tiny_target(dtype=dtype)
+    assert target.runner.most_rows is None
+    wanted = [Text(9, 0, 2, False, at) for at in range(3)]
+    same_bits(target, wanted, [False] * 3)
+    assert passes == []
+
+
+def test_texts_fill_a_pass_of_fixed_rows_and_no_more(passes):
+    target = exact_target("Llama, GQA", torch.float64)
+    assert target.runner.most_rows == target.fixed_rows == 16
+    partial = PartialKV(target.kv_shape, 8, 2, scratch=4)
+    sizes = [8, 8, 1, 12, 4, 2, 3]
+    asks = asked(target, *[Text(70, 0, size, False, size) for size in sizes])
+    asks.append(Ask(target, Nodes(torch.tensor([3]), torch.tensor([0]), partial), len))
+    assert len(target.verify(asks)) == len(asks)
+    assert passes == [[8, 8], [1, 12], [4, 2, 3]]
+
+
+def test_a_text_pays_for_its_rows(monkeypatch):
+    """Of a pass that takes so many seconds by the clock."""
+    clock = iter([1.0, 4.0, 10.0, 15.0])
+    monkeypatch.setattr("tswift.forward.target.time.perf_counter", lambda: next(clock))
+    target = exact_target("Llama, GQA", torch.float64)
+    found = target.verify(asked(target, *[Text(9, 0, size, False, 1) for size in (2, 1, 9)]))
+    assert [each.share for each in found] == [0.5, 0.25, 2.25]
+    assert target.verify(asked(target, Text(9, 0, 7, False, 1)))[0].share == 5.0
+
+
+@needs_program
+def test_a_text_alone_is_one_function_with_its_draw():
+    target = program("llama, 16-bit cache")
+    seen = []
+
+    def draw(logits: Tensor, verification: int | None = None) -> None:
+        seen.append((len(logits), verification is None))
+
+    nodes = [ask.nodes for ask in asked(target, *[Text(9, 0, 3, False, 1)] * 2)]
+    for by_program in (True, False):
+        target.verify([Ask(target, nodes[0], draw, by_program)])
+    target.verify([Ask(target, each, draw, True) for each in nodes])
+    assert seen == [(3, False), (3, True), (3, True), (3, True)]

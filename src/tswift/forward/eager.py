@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -174,11 +173,11 @@ class WrappedModel:
         else:
             rows = self._rows(self.fixed_rows, nodes)
             attends = self._attends(self.backend, None, length, count, nodes.ancestors)
-        states = None
+        states = []
         if kv.states is not None:
             kernel = device_kernel(kv.shape.device, kv.states.shape.wide)
             assert kernel is not None
-            states = StaticStatePass(kv.states, count, nodes.ancestors, kernel)
+            states = [StaticStatePass(kv.states, count, nodes.ancestors, kernel)]
         write = partial(self._store, kv, length)
         run = Pass(write, attends, count, rows, (kv, length), batch_invariant, states)
         return self._compute(nodes, run)
@@ -201,10 +200,10 @@ class WrappedModel:
     def forward_texts(self, texts: Sequence[Nodes], width: int) -> list[Forwarded]:
         """As :meth:`forward_eager`, of several texts in one pass of the width."""
         parts = [self._pass_over(nodes, width, len(nodes)) for nodes in texts]
-        tokens, positions = (
-            torch.cat([getattr(nodes, name) for nodes in texts]) for name in ("tokens", "positions")
-        )
-        whole = self._compute(Nodes(tokens, positions, texts[0].kv), PassTogether(parts, width))
+        tokens = torch.cat([nodes.tokens for nodes in texts])
+        positions = torch.cat([nodes.positions for nodes in texts])
+        parts[-1].rows += width - len(tokens)
+        whole = self._compute(Nodes(tokens, positions, texts[0].kv), PassTogether(parts))
         found = []
         first = 0
         for part in parts:
@@ -236,7 +235,7 @@ class WrappedModel:
                 (partial(masked, layer), False) if spec else attends[layer]
                 for layer, spec in enumerate(self.layer_specs)
             ]
-        states = None if kv.states is None else StatePass(kv.states, len(nodes), ancestors)
+        states = [] if kv.states is None else [StatePass(kv.states, len(nodes), ancestors)]
         write = kv.write
         if kv.shape.steps_behind:
             length = torch.full((), kv.length, dtype=torch.int32, device=self.device)
@@ -288,7 +287,7 @@ class WrappedModel:
             tokens, positions = (
                 F.pad(row, (0, run.rows - run.nodes)) for row in (tokens, positions)
             )
-        with nullcontext() if run.states is None else passing(run.states):
+        with passing(run.states):
             out = self._decoder(
                 input_ids=tokens.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
@@ -375,7 +374,8 @@ class EagerRunner:
     @property
     def most_rows(self) -> int | None:
         """As :attr:`~tswift.forward.target.Target.most_rows`."""
-        return None if self.target.on_cuda else self.target.fixed_rows
+        target = self.target
+        return None if target.on_cuda or target.backend.STATIC else target.fixed_rows
 
     def joins(self, nodes: Nodes) -> bool:
         """Whether nodes may be in a pass with other texts."""

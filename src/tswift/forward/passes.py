@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tswift.caches import FullKV, KVBuffer
-from tswift.forward.recurrent import StatePass, StatesTogether, split
+from tswift.forward.recurrent import StatePass
 
 T = TypeVar("T")
 # of a layer: its attention, and whether a query may have more rows than there are nodes
@@ -55,7 +56,7 @@ class Pass:
     slots: tuple[KVBuffer, Tensor] | None = None
     # whether a row is to have the bits of a narrow pass, however many there are
     batch_invariant: bool = False
-    states: StatePass | None = None  # of recurrent layers, if there are any
+    states: Sequence[StatePass] = ()  # of recurrent layers, if there are any
     # the last fused layer's output, and its rows' squares as kernels add them up
     squares: tuple[Tensor, Tensor] | None = None
     # of the layers so far, ``[query heads, n, d]``, rotated
@@ -90,25 +91,24 @@ class PassTogether:
     """A pass of several texts, each of which attends to a cache of its own.
 
     Args:
-        parts: their own, of neighbouring rows.
-        rows: as of :class:`Pass`.
+        parts: their own, of neighbouring rows; the padding is the last one's.
     """
 
-    def __init__(self, parts: Sequence[Pass], rows: int) -> None:
+    def __init__(self, parts: Sequence[Pass]) -> None:
         self.parts = parts
-        self.rows = rows
-        self._sizes = [part.nodes for part in parts]
-        self.nodes = sum(self._sizes)
-        states = [part.states for part in parts if part.states is not None]
-        self.states = StatesTogether(states, self._sizes, rows) if states else None
+        self._ends = [*accumulate(part.rows for part in parts)]
+        self.rows = self._ends[-1]
+        self.nodes = sum(part.nodes for part in parts)
+        self.states = [states for part in parts for states in part.states]
         self.queries = parts[0].queries  # as many as there were layers
 
     def layer(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As :meth:`Pass.layer`."""
-        own = (split(rows, self._sizes, 1) for rows in (query, key, value))
-        given = zip(self.parts, *own, strict=True)
-        found = [part.layer(index, *rows, scale) for part, *rows in given]
-        return F.pad(torch.cat(found, 1), (0, 0, 0, self.rows - self.nodes))
+        found = []
+        for part, end in zip(self.parts, self._ends, strict=True):
+            own = slice(end - part.rows, end)
+            found.append(part.layer(index, query[:, own], key[:, own], value[:, own], scale))
+        return torch.cat(found, 1)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class StatePass:
 
     def __init__(self, states: States, nodes: int, ancestors: Tensor | None) -> None:
         self._states = states
-        self._nodes = nodes
+        self.nodes = nodes
         self._layer = -1
         before = states.shape.taps - 1
         device = states.rows.device
@@ -109,7 +109,7 @@ class StatePass:
         """Know of each node its parent, below 0 for the committed text."""
         self._parents: list[int] = parents.tolist()
         states = self._states
-        states.chain = self._nodes if self._parents == [*range(-1, self._nodes - 1)] else 0
+        states.chain = self.nodes if self._parents == [*range(-1, self.nodes - 1)] else 0
 
     def convolve(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
@@ -118,7 +118,7 @@ class StatePass:
         with weights ``[channels, taps]``.
         """
         self._layer += 1
-        own = rows[0, :, : self._nodes].T
+        own = rows[0, :, : self.nodes].T
         states = self._states
         kept = states.rows[self._layer]
         known = torch.cat([kept, own])
@@ -133,7 +133,7 @@ class StatePass:
             out = out + row * tap
         if bias is not None:
             out = out + bias.to(wide)
-        out = F.pad(out.to(weight.dtype), (0, 0, 0, rows.shape[2] - self._nodes))
+        out = F.pad(out.to(weight.dtype), (0, 0, 0, rows.shape[2] - self.nodes))
         if activation is not None:
             out = F.silu(out)
         return out.to(rows.dtype).T.unsqueeze(0)
@@ -194,61 +194,10 @@ class StatePass:
         committed = states.matrices[layer]
         ahead = states.ahead[1][layer]
         out = step_states(
-            rows, committed, range(self._nodes), self._parents, ahead if states.chain else None
+            rows, committed, range(self.nodes), self._parents, ahead if states.chain else None
         )
         states.replays.append(partial(_replay, committed, rows))
-        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
-
-
-class StatesTogether:
-    """The recurrent layers of a pass of several texts, each with states of its own.
-
-    Args:
-        parts: their own, of neighbouring rows: so many each as ``sizes`` say.
-        rows: of the pass; each text has as many in what it computes, as its bits may depend on
-            that.
-    """
-
-    def __init__(self, parts: Sequence[StatePass], sizes: Sequence[int], rows: int) -> None:
-        self._parts = parts
-        self._sizes = sizes
-        self._rows = rows
-
-    def convolve(self, rows: Tensor, *given: object) -> Tensor:
-        """As :meth:`StatePass.convolve`."""
-        return self._each("convolve", 2, [rows], given)
-
-    def recur(self, *rows: Tensor) -> Tensor:
-        """As :meth:`StatePass.recur`."""
-        return self._each("recur", 1, rows)
-
-    def scan(
-        self, inputs: Tensor, steps: Tensor, key: Tensor, query: Tensor, *given: Tensor
-    ) -> Tensor:
-        """As :meth:`StatePass.scan`."""
-        return self._each("scan", 1, [inputs, steps, key, query], given)
-
-    def _each(
-        self, name: str, dim: int, rows: Sequence[Tensor], given: Sequence[object] = ()
-    ) -> Tensor:
-        """What each text's own makes of its rows, which are a dimension."""
-        own = zip(*(split(each, self._sizes, dim) for each in rows), strict=True)
-        found = [
-            getattr(part, name)(*(_padded(each, dim, self._rows) for each in some), *given)
-            for part, some in zip(self._parts, own, strict=True)
-        ]
-        kept = [each.narrow(dim, 0, size) for each, size in zip(found, self._sizes, strict=True)]
-        return _padded(torch.cat(kept, dim), dim, self._rows)
-
-
-def split(rows: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
-    """Of a pass's rows those of its texts, without the padding."""
-    return rows.narrow(dim, 0, sum(sizes)).split([*sizes], dim)
-
-
-def _padded(rows: Tensor, dim: int, size: int) -> Tensor:
-    """As many rows as are asked for, which are a dimension: zeros come last."""
-    return F.pad(rows, (0, 0) * (rows.dim() - 1 - dim) + (0, size - rows.shape[dim]))
+        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self.nodes))
 
 
 class StaticStatePass(StatePass):
@@ -279,7 +228,7 @@ class StaticStatePass(StatePass):
         state = self._states.matrices[self._layer]
         self._recurred.append((rows, state))
         out: Tensor = self._kernel.step_tree(rows, state, self._plan)
-        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self._nodes))
+        return F.pad(out, (0, 0, 0, 0, 0, len(rows.contents) - self.nodes))
 
 
 def _go_on(
@@ -316,32 +265,54 @@ def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + _EPS)
 
 
-_running: ContextVar[StatePass | StatesTogether | None] = ContextVar("running", default=None)
+_running: ContextVar[Sequence[StatePass]] = ContextVar("running", default=())
 
 
 @contextmanager
-def passing(run: StatePass | StatesTogether) -> Iterator[None]:
-    """Let the recurrent layers of a model be those of a pass."""
-    token = _running.set(run)
+def passing(runs: Sequence[StatePass]) -> Iterator[None]:
+    """Let the recurrent layers of a model be those of a pass, whose texts are neighbouring rows."""
+    token = _running.set(runs)
     try:
         yield
     finally:
         _running.reset(token)
 
 
+def _joined(
+    runs: Sequence[StatePass], dim: int, make: Callable[..., Tensor], *given: Tensor
+) -> Tensor:
+    """What the texts of a pass make of their rows, which are a dimension.
+
+    Each computes as many rows as there are, its own first: bits may depend on the number.
+    """
+    if len(runs) == 1:
+        return make(runs[0], *given)
+    found = []
+    start, end = 0, given[0].shape[dim]
+    for run in runs:
+        made = make(run, *(rows.roll(-start, dim) for rows in given))
+        size = end - start if run is runs[-1] else run.nodes
+        found.append(made.narrow(dim, 0, size))
+        start += size
+    return torch.cat(found, dim)
+
+
 def _convolve(
-    run: StatePass | StatesTogether,
+    runs: Sequence[StatePass],
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **_: object,
 ) -> Tensor:
-    return run.convolve(rows, weight, bias, activation)
+    def convolved(run: StatePass, own: Tensor) -> Tensor:
+        return run.convolve(own, weight, bias, activation)
+
+    return _joined(runs, 2, convolved, rows)
 
 
 def _recur(
-    run: StatePass | StatesTogether,
+    runs: Sequence[StatePass],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -349,11 +320,11 @@ def _recur(
     beta: Tensor,
     **_: object,
 ) -> tuple[Tensor, None]:
-    return run.recur(query, key, value, g, beta), None
+    return _joined(runs, 1, StatePass.recur, query, key, value, g, beta), None
 
 
 def _scan(
-    run: StatePass | StatesTogether,
+    runs: Sequence[StatePass],
     inputs: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -366,7 +337,13 @@ def _scan(
     **_: object,
 ) -> Tensor:
     steps = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*dt_limit)
-    return run.scan(inputs, steps, B, C, A, D)
+
+    def scanned(
+        run: StatePass, inputs: Tensor, steps: Tensor, key: Tensor, query: Tensor
+    ) -> Tensor:
+        return run.scan(inputs, steps, key, query, A, D)
+
+    return _joined(runs, 1, scanned, inputs, steps, B, C)
 
 
 _OURS: dict[str, Callable[..., object]] = {
@@ -391,8 +368,8 @@ def serve_states(network: PreTrainedModel) -> None:
 def _either(theirs: Callable[..., object], ours: Callable[..., object]) -> Callable[..., object]:
     @wraps(theirs)
     def call(*args: object, **kwargs: object) -> object:
-        run = _running.get()
-        return theirs(*args, **kwargs) if run is None else ours(run, *args, **kwargs)
+        runs = _running.get()
+        return ours(runs, *args, **kwargs) if runs else theirs(*args, **kwargs)
 
     call.tswift = True  # type: ignore[attr-defined]
     return call

@@ -178,6 +178,8 @@ class Target(WrappedModel):
         """As :meth:`forward`, for several texts with a cache each, in as few passes as keep their
         bits; with the logits, and what is drawn from them.
         """
+        if len(asks) == 1:  # at once: of a small model a pass takes as long as little else
+            return _verified(self, asks)
         return [found for some in _packed(self.runner, asks) for found in _verified(self, some)]
 
     @torch.inference_mode()
@@ -236,45 +238,33 @@ class Verified(NamedTuple, Generic[T]):
 
 def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
     """What is asked for by pass."""
-    if len(asks) == 1:
-        return [[*asks]]
     packed: list[list[Ask[T]]] = []
     left = 0
     for ask in asks:
         most = runner.most_rows if runner.joins(ask.nodes) else None
-        if most and len(ask.nodes) <= left:
-            packed[-1].append(ask)
-        else:
-            packed.append([ask])
+        if most is None or len(ask.nodes) > left:
+            packed.append([])
             left = most or 0
+        packed[-1].append(ask)
         left -= len(ask.nodes)
     return packed
 
 
-@torch.inference_mode()
 def _verified(target: Target, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
     """As :meth:`Target.verify`, in one pass."""
     started = time.perf_counter()
+    ask, alone = asks[0], len(asks) == 1
+    one = target.runner.verify(ask.nodes, ask.draw) if alone and ask.by_program else None
+    if one is not None:
+        return [Verified(*one, time.perf_counter() - started)]
     texts = [ask.nodes for ask in asks]
-    if len(asks) == 1:
-        found = [_verified_alone(target, asks[0])]
-    else:
-        forwarded = target.runner.forward_together(texts)
-        logits = target.logits(torch.cat([each.hidden for each in forwarded]))
-        rows = logits.split([*map(len, texts)])
-        drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
-        found = [*zip(forwarded, rows, drawn, strict=True)]
+    forwarded = [target.forward(ask.nodes)] if alone else target.runner.forward_together(texts)
+    logits = target.logits(torch.cat([each.hidden for each in forwarded]))
+    rows = logits.split([*map(len, texts)])
+    drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
+    found = zip(forwarded, rows, drawn, strict=True)
     by_row = (time.perf_counter() - started) / sum(map(len, texts))
     return [
         Verified(*each, by_row * len(own), len(asks))
         for each, own in zip(found, texts, strict=True)
     ]
-
-
-def _verified_alone(target: Target, ask: Ask[T]) -> tuple[Forwarded, Tensor, T]:
-    found = target.runner.verify(ask.nodes, ask.draw) if ask.by_program else None
-    if found is not None:
-        return found
-    forwarded = target.forward(ask.nodes)
-    logits = target.logits(forwarded.hidden)
-    return forwarded, logits, ask.draw(logits)

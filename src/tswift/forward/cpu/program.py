@@ -249,70 +249,65 @@ class PassProgram:
             pre_norm: whether the states before the final norm are asked for.
             tapped: the layers after which the states are.
         """
-        hidden = self._shape[-1]
-        count = sum(map(len, texts))
+        kept, heads, width, hidden = self._shape
+        sizes = [*map(len, texts)]
+        count = sum(sizes)
         states = torch.empty(2, count, hidden, dtype=torch.float32)
         layers = len(self._layers)
         inner = torch.empty(layers, count, hidden, dtype=torch.float32) if tapped else None
+        mixed = None
+        if texts[0].kv.states is not None:
+            # of a long chain, as in prompts, only the end is kept: it is accepted as a whole
+            layers, size = self._mixed if max(sizes) <= self.most_nodes else (1, self._mixed[1])
+            mixed = torch.empty(layers, count, size, dtype=torch.float32)
         tokens = _joined([nodes.tokens for nodes in texts])
         positions = _joined([nodes.positions for nodes in texts])
+        held: list[object] = [tokens, positions, mixed]
+        made: list[ctypes.Structure] = []
+        found: list[Forwarded] = []
+        first = 0
+        for nodes, size in zip(texts, sizes, strict=True):
+            kv, ancestors = nodes.kv, nodes.ancestors
+            ancestors = None if ancestors is None or size == 1 else ancestors.contiguous()
+            queries = torch.empty(kept, heads, size, width, dtype=torch.float32)
+            text = C.Text(
+                *(each.data_ptr() for each in kv.buffers),
+                0 if ancestors is None else ancestors.data_ptr(),
+                queries.data_ptr(),
+                first=first,
+                nodes=size,
+                prefix=kv.length,
+                by_layer=kv.buffers[0].stride(0),
+                by_head=kv.buffers[0].stride(1),
+            )
+            rows = slice(first, first + size)
+            if mixed is not None:
+                self._remember(text, nodes, mixed[:, rows])
+            held.append(ancestors)
+            made.append(text)
+            after = None if inner is None else inner[:, rows]
+            own = states if count == size else states[:, rows]  # alone it takes no time
+            found.append(_Result(own, queries, pre_norm, after, tapped))
+            first += size
+        whole = made[0] if len(made) == 1 else (C.Text * len(made))(*made)
         steps = texts[0].kv.shape.steps
-        made = (C.Text * len(texts))()
         run = C.Pass(
             tokens.data_ptr(),
             positions.data_ptr(),
-            ctypes.addressof(made),
+            ctypes.addressof(whole),
             states.data_ptr(),
             states.data_ptr() + count * hidden * states.itemsize,
             0 if inner is None else inner.data_ptr(),
             0,
             0 if steps is None else steps.data_ptr(),
-            count=len(texts),
+            0 if mixed is None else mixed.data_ptr(),
+            0 if mixed is None or len(mixed) == 1 else mixed.stride(0),
+            count=len(made),
             nodes=count,
         )
-        mixed = None
-        if texts[0].kv.states is not None:
-            # of a long chain, as in prompts, only the end is kept: it is accepted as a whole
-            layers, size = self._mixed
-            long = max(map(len, texts)) > self.most_nodes
-            mixed = torch.empty(1 if long else layers, count, size, dtype=torch.float32)
-            run.mixed = mixed.data_ptr()
-            run.by_recurrent = 0 if long else mixed.stride(0)
-        run.kept = [tokens, positions, made, mixed]  # as long as it is
-        found: list[Forwarded] = []
-        first = 0
-        for nodes, text in zip(texts, made, strict=True):
-            rows = slice(first, first + len(nodes))
-            queries = self._place(nodes, text, first, run.kept)
-            if nodes.kv.states is not None:
-                assert mixed is not None
-                self._remember(text, nodes, mixed[:, rows])
-            after = None if inner is None else inner[:, rows]
-            found.append(_Result(states[:, rows], queries, pre_norm, after, tapped))
-            first = rows.stop
+        run.kept = whole, held  # as long as it is
         self._make_room(run)
         return run, found
-
-    def _place(
-        self, nodes: Nodes, text: ctypes.Structure, first: int, kept: list[object]
-    ) -> Tensor:
-        """Fill in a text's structure, whose rows begin at ``first``; returns where its queries
-        will be.
-
-        What it points to is added to ``kept``.
-        """
-        layers, heads, width, _ = self._shape
-        kv, count = nodes.kv, len(nodes)
-        queries = torch.empty(layers, heads, count, width, dtype=torch.float32)
-        text.keys, text.values = (each.data_ptr() for each in kv.buffers)
-        text.queries = queries.data_ptr()
-        text.by_layer, text.by_head, *_ = kv.buffers[0].stride()
-        text.first, text.nodes, text.prefix = first, count, kv.length
-        if nodes.ancestors is not None and count > 1:
-            ancestors = nodes.ancestors.contiguous()
-            text.ancestors = ancestors.data_ptr()
-            kept.append(ancestors)
-        return queries
 
     def _make_room(self, run: ctypes.Structure) -> None:
         """Threads and working space of a pass."""

@@ -40,11 +40,6 @@ class ReplayedRunner(EagerRunner):
         target = self.target
         return target.fixed_rows if rows_stand_alone(target.model) else None
 
-    @property
-    def most_rows(self) -> int | None:
-        """As :attr:`EagerRunner.most_rows`."""
-        return None
-
     def prepare(self, kv: KVBuffer, limit: int) -> None:
         """On CUDA there is a graph for each of a few sizes; elsewhere a static pass is run like any
         other. There must always be room for ``limit`` nodes after the cache's length.
