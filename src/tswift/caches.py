@@ -440,14 +440,30 @@ class Mark(NamedTuple):
     states: States | None
 
 
+_MOST_MARKS = 8  # a state is as large as the keys and values of about a hundred tokens
+
+
 class FullKV(KVBuffer):
     """Keys and values of a whole text, a token's slot being its position;
     and the states of its recurrent layers.
+
+    Attributes:
+        marks: places to which recurrent states can go back, in order; None where nobody wants to.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
         self.states = None if shape.states is None else States(shape.states)
+        self.marks: list[Mark] | None = None
+
+    def remember(self) -> None:
+        """Let recurrent states come back to here, if that is wanted; of many such places every
+        other one is forgotten.
+        """
+        if self.states is not None and self.marks is not None:
+            self.marks.append(self.mark())
+            if len(self.marks) > _MOST_MARKS:
+                del self.marks[:-1:2]
 
     def commit(self, slots: Sequence[int]) -> None:
         """As for any cache."""

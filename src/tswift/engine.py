@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.device_step_check import try_steps
 from tswift.decoding.drafter import Step, WalkFn
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
@@ -139,13 +140,13 @@ def begin(
     model: LoadedModel,
     request: Request,
     simulate: Callable[[int], WalkFn] | None = None,
-    earlier: Decoding | None = None,
+    kept: KeptCaches | None = None,
 ) -> Generation:
     """Check a request, and allocate the caches.
 
     Args:
         simulate: makes that of :class:`Decoding` from the most tokens drafted along a path.
-        earlier: as for :class:`Decoding`.
+        kept: caches of the model's earlier texts, from which a new one may be begun.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
@@ -165,11 +166,17 @@ def begin(
     draft = model.draft is not None
     options = resolved(method, target, model.heads, request.options, draft)
     demand = Demand(len(request.prompt), request.length, request.method, options)
-    need = check(target, demand, draft=model.draft)
+    need = check(target, demand, draft=model.draft, spare=kept.nbytes if kept else 0)
     costs = costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL
     drafter = make_drafter(
         request.method, target, model.heads, options, model.draft, need.positions, costs
     )
+    kv = None
+    if kept is not None:
+        text_so_far = [*request.prompt, *request.written]
+        room = need.positions + drafter.limit
+        back = drafter.looks_back
+        kv = kept.begin(target, text_so_far, len(request.prompt), room, back, need.total_bytes)
     decoding = Decoding(
         target,
         request.prompt,
@@ -180,7 +187,7 @@ def begin(
         simulate and simulate(drafter.depth),
         request.written,
         request.logprobs,
-        earlier,
+        kv,
     )
     return Generation(decoding, drafter.depth, rules, params, options, need, costs, *text)
 

@@ -134,6 +134,7 @@ def check(
     demand: Demand,
     option: str | None = "length",
     draft: Target | ModelPlan | None = None,
+    spare: int = 0,
 ) -> MemoryEstimate:
     """Memory that a decode needs; of a model that is not loaded, its weights included.
 
@@ -141,6 +142,7 @@ def check(
         demand: with resolved options.
         option: what the user gave the length with, for the error.
         draft: the draft model, if there is one.
+        spare: bytes of the device that are in use and can be made free.
 
     Raises:
         InputError: more than the positions of the model or of its draft model, or than the free
@@ -182,7 +184,7 @@ def check(
     if options.recall:
         recall = LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
     estimate = MemoryEstimate(positions, options, loaded, caches, recall, passing)
-    _refuse_memory(estimate, model.device, option)
+    _refuse_memory(estimate, model.device, option, spare)
     return estimate
 
 
@@ -195,13 +197,15 @@ def refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
             )
 
 
-def _refuse_memory(estimate: MemoryEstimate, device: torch.device, option: str | None) -> None:
+def _refuse_memory(
+    estimate: MemoryEstimate, device: torch.device, option: str | None, spare: int = 0
+) -> None:
     if device.type != "cpu":
         on_cpu = MemoryEstimate(estimate.positions, recall_bytes=estimate.recall_bytes)
         _refuse_memory(on_cpu, torch.device("cpu"), option)
         estimate = replace(estimate, recall_bytes=0)
     free = available_bytes(device)
-    if free is None or estimate.total_bytes <= free:
+    if free is None or estimate.total_bytes <= free + spare:
         return
     # a shorter text would not help
     option = "model" if sum(estimate.loaded.values()) > free else option

@@ -34,7 +34,6 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 
 _TOKENS = 512  # looked at together
-_LEAST_KEPT = 64  # tokens of another cache that are worth a copy
 
 
 class HostStepper(Stepper[DraftTree]):
@@ -119,8 +118,8 @@ class Decoding:
         written: tokens generated already. The decode goes on after them as if it had never stopped.
         logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones;
             None for not.
-        earlier: an earlier decode by the model: what its cache holds of this text's beginning is
-            copied instead of forwarded.
+        kv: a cache for so many tokens, and the most nodes of a draft tree; what it holds of the
+            text's beginning is not forwarded. None for a new one.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing
@@ -138,7 +137,7 @@ class Decoding:
         simulate: WalkFn | None = None,
         written: Sequence[int] = (),
         logprobs: int | None = None,
-        earlier: Decoding | None = None,
+        kv: FullKV | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -154,13 +153,12 @@ class Decoding:
         self._left = length - len(written)
         self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
-        self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        self._kv = kv or FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed
         self._logprobs = logprobs
-        self._earlier = earlier
-        self.copied = 0  # tokens that were copied
+        self.copied = self._kv.length  # tokens that are not forwarded
         self._prefilled = False
         self._stepper: HostStepper | DeviceStepper | None = None
         self._plain: HostStepper | DeviceStepper | None = None
@@ -187,8 +185,13 @@ class Decoding:
         for each in together:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
-        self._take_kept(text)
+        if self.copied:
+            # the drafter's histories know of them that they came
+            begun = replace(self._context, text=text[: self.copied + 1])
+            for history in self._drafter.histories:
+                history.committed(begun)
         for forwarded in chunks(self._target, text[self.copied :], self._kv, self._prompt - 1):
+            self._kv.remember()
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -218,23 +221,10 @@ class Decoding:
         synchronize(self._target.device)
         return time.perf_counter() - started
 
-    def _take_kept(self, text: list[int]) -> None:
-        """Copy from the earlier decode's cache what it holds of a text, if that is worth it."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
-            return
-        pairs = zip(text, earlier._context.text[: earlier._kv.length], strict=False)
-        alike = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), None)
-        held = min(len(text), earlier._kv.length) if alike is None else alike
-        # states cannot go back, and a history takes in a few tokens only later
-        if held < _LEAST_KEPT or (self._kv.states is not None and held < earlier._kv.length):
-            return
-        self._kv.copy_from(earlier._kv, held)
-        self.copied = held
-        # the drafter's histories know of them that they came
-        begun = replace(self._context, text=self._context.text[: held + 1])
-        for history in self._drafter.histories:
-            history.committed(begun)
+    @property
+    def held(self) -> tuple[list[int], int, FullKV]:
+        """The tokens that the cache holds, how many of the text are its prompt, and the cache."""
+        return self._context.text[: self._kv.length], self._prompt, self._kv
 
     def steps(self, stop: Collection[int] = (), text: TextStream | None = None) -> Iterator[Step]:
         """Generate up to ``length`` tokens, or up to and including the first that ends the text.

@@ -36,6 +36,7 @@ from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed, of_json, refuse_changes
 
 if TYPE_CHECKING:
+    from tswift.decoding.kept import KeptCaches
     from tswift.jobs.job import Job, Signals
     from tswift.loading.model import LoadedModel
 
@@ -87,6 +88,7 @@ class Batch:
         self._values = values
         self._prompts = prompts
         self._model: LoadedModel | None = None
+        self._kept: KeptCaches | None = None
         self.config = RunConfig.of(**{**_before(out, values), **values}, prompt_text="a line's")
         _, self._system = self.config.read()
         self.tasks = list(self._read())
@@ -175,6 +177,7 @@ class Batch:
         Raises:
             InputError, DecodeError, Stopped: as a single run's.
         """
+        from tswift.decoding.kept import KeptCaches
         from tswift.jobs.job import start
         from tswift.jobs.resuming import resume
 
@@ -183,15 +186,20 @@ class Batch:
             return
         # workers ask for some texts at a time
         model = self._model = self._model or self._load(left)
+        kept = self._kept = self._kept or KeptCaches()
         for task in left:
             job: Job | None = None
             if not (task.folder / RECORD).exists():
-                job = start(task.config, command, loaded=model, ids=self._ids(task, model))
+                job = start(
+                    task.config, command, loaded=model, ids=self._ids(task, model), kept=kept
+                )
             elif not task.done:
-                job = resume(task.folder, {}, False, command, loaded=model)
+                job = resume(task.folder, {}, False, command, loaded=model, kept=kept)
             if job is not None:
                 job.again = again
                 job.run(lambda piece, stats: None, None, signals)
+                kept.keep(job.generation.decoding)
+                kept.settle()
             yield line_of(task)
 
     def gather(self) -> Path | None:

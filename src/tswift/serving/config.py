@@ -45,6 +45,16 @@ class ServeConfig:
     runs: Path = option(
         Path("runs"), "Folder in which every request has a run's folder.", panel=_PANEL
     )
+    keep_caches: float | None = option(
+        None,
+        "GB for caches of earlier texts, whose beginnings new prompts need not forward; 0 for "
+        "none.",
+        panel=_PANEL,
+        shown="a quarter of what is free",
+        least=0,
+        most=1e6,
+        metavar="GB",
+    )
     served_model_name: str | None = option(
         None,
         "The model's id, as clients know it.",
@@ -62,6 +72,11 @@ class ServeConfig:
         name = self.served_model_name
         if name is not None and not (name and name.isprintable()):
             raise InputError("must be printable text, at least one character", "served_model_name")
+
+    @property
+    def keep_bytes(self) -> int | None:
+        """What ``keep_caches`` says, in bytes."""
+        return None if self.keep_caches is None else int(self.keep_caches * 1e9)
 
     def model_id(self, model: str) -> str:
         """The id under which clients know a model;

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
 from tswift.drafting.methods import resolve
@@ -85,6 +86,7 @@ class Service:
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
+        self._kept = KeptCaches(config.keep_bytes)
         self._recover()
         self.thread = threading.Thread(target=self._work, name="decoding")
         self.thread.start()
@@ -315,13 +317,19 @@ class Service:
             run.prompt = None
             figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
             self._say(f"{run.id} {state}: {run.reason or figures}")
+            self._kept.settle()
 
     def _decode(self, run: ApiRun) -> str:
         """Make a run's text, all of it; returns its state."""
         try:
             if (run.path / RECORD).exists():
                 job = resume(
-                    run.path, {"length": run.config.text.length}, False, _COMMAND, loaded=self.model
+                    run.path,
+                    {"length": run.config.text.length},
+                    False,
+                    _COMMAND,
+                    loaded=self.model,
+                    kept=self._kept,
                 )
             else:
                 assert run.request is not None
@@ -334,14 +342,19 @@ class Service:
                     )
                 # a server that was killed accepted it
                 ids = run.prompt or self._fitted(run.request)[1]
-                job = start(replace(run.config, out=run.path), _COMMAND, loaded=self.model, ids=ids)
+                own = replace(run.config, out=run.path)
+                job = start(own, _COMMAND, loaded=self.model, ids=ids, kept=self._kept)
             if job is None:  # finished, and its request was not
                 stored = self._read(run.path)
                 for name in ("ids", "rows", "text", "tokens", "ends", "stats", "end"):
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
-            job.run(run.follow(job), run.show_prefill)
+            try:
+                job.run(run.follow(job), run.show_prefill)
+            finally:
+                if job.state != FAILED:  # it ended, or stopped between two passes
+                    self._kept.keep(job.generation.decoding)
             return FINISHED
         except RunStopped:
             return run.stopping
@@ -436,7 +449,9 @@ class Service:
                 path, config, created=int(datetime.fromisoformat(record.started).timestamp())
             )
             run.prompt_tokens = int(record.prompt["tokens"])
-            depth = int((record.figures or {}).get("drafted_per_path", 0))
+            figures = record.figures or {}
+            depth = int(figures.get("drafted_per_path", 0))
+            run.copied = int(figures.get("prefill_copied", 0))
             run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
             ended_at = (record.end or {}).get("reason", "length")
             run.end = ended_at if entry.state == FINISHED else None
