@@ -19,6 +19,7 @@ from tswift.drafting.methods import make_drafter, possible, resolved
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.notes import warn_of_fallbacks
+from tswift.forward.passes import PROMPT_CHUNK
 from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
 from tswift.memory import Demand, MemoryEstimate, check, refuse_ids
@@ -175,7 +176,8 @@ def begin(
     if kept is not None:
         text_so_far = [*request.prompt, *request.written]
         room = need.positions + drafter.limit
-        back = drafter.looks_back
+        # a draft begins from the states of the last token, a network's from those of many
+        back = 1 if target.speculator is None else PROMPT_CHUNK
         kv = kept.begin(target, text_so_far, len(request.prompt), room, back, need.total_bytes)
     decoding = Decoding(
         target,

@@ -270,14 +270,7 @@ class DeviceDraft(Protocol):
 
 
 class TextHistory(Protocol):
-    """What is known of all the text, whichever sources draft.
-
-    Attributes:
-        looks_back: how many of a prompt's last tokens have to be forwarded for it, although a cache
-            holds them.
-    """
-
-    looks_back: int
+    """What is known of all the text, whichever sources draft."""
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Add the next chunk of the prompt."""
@@ -363,13 +356,6 @@ class Drafter:
         where that is true, this is called in the place of :meth:`propose`.
         """
         return True
-
-    @property
-    def looks_back(self) -> int:
-        """How many of a prompt's last tokens have to be forwarded, although a cache holds them:
-        from the last one's states a draft begins.
-        """
-        return max((history.looks_back for history in self.histories), default=1)
 
     def prefilled(self, context: Context, forwarded: Forwarded) -> None:
         """Called after the pass over each chunk of the prompt."""

@@ -377,19 +377,21 @@ def not_finite(
     )
 
 
-def refuse_broken(
-    target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams
-) -> None:
+def refuse_broken(target: Target, kv: FullKV, text: Sequence[int], params: SamplingParams) -> None:
     """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a
     number.
     """
-    if not kv.shape.dtype.is_floating_point and _first_lost(kv) is not None:
-        raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
+    if not kv.shape.dtype.is_floating_point:
+        if _first_lost(kv, kv.sound) is not None:
+            raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
+        kv.sound = kv.length
 
 
-def _first_lost(kv: KVBuffer) -> int | None:
-    """The first token in the cache whose keys or values are not finite in some layer."""
-    for start in range(0, kv.length, _TOKENS):
+def _first_lost(kv: KVBuffer, begin: int = 0) -> int | None:
+    """The first token in the cache, from a place on, whose keys or values are not finite in some
+    layer.
+    """
+    for start in range(begin, kv.length, _TOKENS):
         fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.shape.device)
         for buffer in kv.buffers:
             fine &= ~kv.shape.broken(buffer[:, :, start : start + len(fine)]).any(-1).any(0).any(0)

@@ -98,7 +98,6 @@ class LogitHistory:
     """
 
     costs: PassCosts | None = None
-    looks_back = 1  # what it did not see, it knows as text
 
     def __init__(self, target: Target, shared_noise: bool, kept: int = 64) -> None:
         self._library = build(_SOURCE)

@@ -19,7 +19,7 @@ from tswift.decoding.drafter import Context, Source
 from tswift.decoding.pass_costs import PassCosts
 from tswift.drafting.dynamic_tree import GAP, GUESSES, CandidateTree
 from tswift.drafting.heads import WIDTH
-from tswift.forward.passes import PROMPT_CHUNK, Forwarded
+from tswift.forward.passes import Forwarded
 from tswift.sampling.kernels import use_kernels
 from tswift.sampling.rule import Sampler
 from tswift.speculators.draft_network import DraftNetwork
@@ -52,10 +52,6 @@ class NetworkSource(Source):
         longest: most tokens that a step commits, usually.
         widths: candidates per level; None for the best four.
     """
-
-    # where a cache holds all of a prompt, its last chunk costs little, and most of what it reads is
-    # near
-    looks_back = PROMPT_CHUNK
 
     def __init__(
         self,

@@ -73,11 +73,6 @@ class ServeConfig:
         if name is not None and not (name and name.isprintable()):
             raise InputError("must be printable text, at least one character", "served_model_name")
 
-    @property
-    def keep_bytes(self) -> int | None:
-        """What ``keep_caches`` says, in bytes."""
-        return None if self.keep_caches is None else int(self.keep_caches * 1e9)
-
     def model_id(self, model: str) -> str:
         """The id under which clients know a model;
         where it lies on this machine's disk is not theirs to know.

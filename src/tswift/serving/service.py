@@ -86,7 +86,7 @@ class Service:
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
-        self._kept = KeptCaches(config.keep_bytes)
+        self._kept = KeptCaches(config.keep_caches)
         self._recover()
         self.thread = threading.Thread(target=self._work, name="decoding")
         self.thread.start()
