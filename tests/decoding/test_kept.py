@@ -1,0 +1,171 @@
+"""A text that is begun from another's cache is the one that it would be alone, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import (
+    needs_program,
+    options_for,
+    random_prompt,
+    tiny_target,
+)
+from tests.lossless.models import WIDE, exact_target, network
+from tswift.decoding import kept as module
+from tswift.decoding.audit import audit
+from tswift.decoding.drafter import Step
+from tswift.decoding.kept import KeptCaches
+from tswift.decoding.loop import Decoding
+from tswift.drafting.methods import make_drafter
+from tswift.forward import text as texts
+from tswift.forward.adapting import wrap_model
+from tswift.forward.exact_passes import choose_fixed_rows
+from tswift.forward.target import Target
+from tswift.sampling.parameters import SamplingParams
+
+CHUNK = 24
+PARAMS = SamplingParams(temperature=0.7, penalty=1.1, window=16)
+METHODS = ("ar", "recall", "cascade", "auto")
+DELTA = "Qwen3.5 to 3.8 (gated delta nets)"
+
+
+def chunked(kind: str) -> Target:
+    """A model whose prompts have passes of their own, with other bits."""
+    target = exact_target(kind, torch.bfloat16)
+    made = Target(target.model, target.backend)
+    made.set_fixed_rows(target.fixed_rows, chunked_prompt=True)
+    return made
+
+
+@functools.cache
+def by_program(kind: str, kv_dtype: torch.dtype) -> Target:
+    """A model whose passes the C program makes."""
+    target = wrap_model(network(kind, torch.float32), kind, "native", kv_dtype=kv_dtype)
+    assert target.runner.program is not None
+    assert choose_fixed_rows(target, "native", True) is None
+    return target
+
+
+KINDS = {
+    "PyTorch": partial(exact_target, "Llama, GQA", torch.bfloat16),
+    "PyTorch, prompts in chunks": partial(chunked, WIDE),
+    "windows": partial(exact_target, "Mistral 7B v0.1 (sliding window)", torch.bfloat16),
+    "windows in chunks": partial(chunked, "Gemma 3 (windows)"),
+    "delta nets": partial(exact_target, DELTA, torch.bfloat16),
+    "delta nets in chunks": partial(chunked, DELTA),
+    "convolutions": partial(exact_target, "LFM2 (short convolutions)", torch.bfloat16),
+    "C": partial(by_program, WIDE, torch.float32),
+    "C, int16": partial(by_program, WIDE, torch.int16),
+    "C, int8": partial(by_program, WIDE, torch.int8),
+    "C, delta nets": partial(by_program, DELTA, torch.int16),
+}
+
+
+@contextmanager
+def small() -> Iterator[None]:
+    """Chunks and texts are short, so that many borders are met."""
+    with (
+        mock.patch.object(texts, "PROMPT_CHUNK", CHUNK),
+        mock.patch.object(module, "PROMPT_CHUNK", CHUNK),
+        mock.patch.object(module, "_LEAST", 3),
+    ):
+        yield
+
+
+def decoded(
+    target: Target,
+    prompt: list[int],
+    length: int,
+    method: str = "ar",
+    caches: KeptCaches | None = None,
+    written: tuple[int, ...] = (),
+) -> tuple[Decoding, list[Step]]:
+    options = options_for(method, sinks=4, budget=64)
+    drafter = make_drafter(method, target, None, options, None)
+    kv = caches and caches.begin(
+        target, [*prompt, *written], len(prompt), len(prompt) + length + drafter.limit, 1, 0
+    )
+    made = Decoding(
+        target, prompt, PARAMS, 3, drafter, length, written=written, logprobs=2, kv=kv
+    )
+    return made, [*made.steps()]
+
+
+def same(one: tuple[Decoding, list[Step]], other: tuple[Decoding, list[Step]]) -> None:
+    """Two decodes gave the same tokens, log-probabilities, keys, values and states."""
+    tokens, rows = zip(
+        *(
+            (
+                [token for step in steps for token in step.tokens],
+                np.concatenate([step.logprobs for step in steps]).tobytes(),
+            )
+            for _, steps in (one, other)
+        ),
+        strict=True,
+    )
+    assert tokens[0] == tokens[1]
+    assert rows[0] == rows[1]
+    caches = [each._kv for each, _ in (one, other)]
+    for ours, theirs in zip(*(each.buffers for each in caches), strict=True):
+        held = min(each.length for each in caches)
+        assert torch.equal(ours[:, :, :held], theirs[:, :, :held])
+
+
+@st.composite
+def conversations(draw) -> list[tuple[int, int, int, int, str, bool]]:
+    """Of each text: the one that it is begun from, where it parts from that, its own tokens, how
+    many are generated, the method, and whether it is let go of what more is there.
+    """
+    return draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, 9),
+                st.integers(0, 120),
+                st.integers(1, 2 * CHUNK + 3),
+                st.integers(1, 20),
+                st.sampled_from(METHODS),
+                st.booleans(),
+            ),
+            min_size=2,
+            max_size=5,
+        )
+    )
+
+
+def talk(target: Target, turns: list[tuple[int, int, int, int, str, bool]]) -> int:
+    """Hold a conversation; how many tokens were not forwarded."""
+    caches = KeptCaches()
+    said = [random_prompt(70, 1)]
+    copied = 0
+    with small():
+        for index, (before, cut, more, length, method, settled) in enumerate(turns):
+            if target.kv_shape.states is not None and method == "cascade":
+                method = "ar"
+            begun = said[min(before, len(said) - 1)] if before else said[-1]
+            prompt = begun[: cut or len(begun)] + random_prompt(more, 50 + index)
+            one = decoded(target, prompt, length, method, caches)
+            copied += one[0].copied
+            same(one, decoded(target, prompt, length))
+            said.append(one[0]._context.text)
+            caches.keep(one[0])
+            if settled:
+                caches.settle()
+    return copied
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs_program if kind[0] == "C" else ()) for kind in KINDS]
+)
+@given(turns=conversations())
+def test_a_text_begun_from_a_cache_is_the_one_alone(kind, turns):
+    talk(KINDS[kind](), turns)
