@@ -169,3 +169,111 @@ def talk(target: Target, turns: list[tuple[int, int, int, int, str, bool]]) -> i
 @given(turns=conversations())
 def test_a_text_begun_from_a_cache_is_the_one_alone(kind, turns):
     talk(KINDS[kind](), turns)
+
+
+def kept(target: Target, *prompts: list[int], **given) -> KeptCaches:
+    """The caches of some texts of 8 tokens each, the last one used last."""
+    caches = KeptCaches(**given)
+    for prompt in prompts:
+        caches.keep(decoded(target, prompt, 8, "ar", caches)[0])
+        caches.settle()
+    return caches
+
+
+def found(target: Target, caches: KeptCaches, prompt: list[int], needed: int = 0) -> int:
+    return caches.begin(target, prompt, len(prompt), len(prompt) + 8, 1, needed).length
+
+
+TEXTS = [random_prompt(100, seed) for seed in range(3)]
+
+
+def test_rows_that_are_not_exact_serve_nobody_but_who_says_so():
+    target = tiny_target()
+    again = [*TEXTS[0], 1]
+    assert found(target, kept(target, TEXTS[0]), again) == 0
+    assert found(target, kept(target, TEXTS[0], inexact=True), again) == 99
+
+
+def test_the_last_text_is_gone_on_with_in_its_own_buffers_and_others_are_copied():
+    target = KINDS["PyTorch"]()
+    caches = kept(target, *TEXTS)
+    held = [each.kv for each in caches._texts]
+    # room that nothing is in is let go of, but for the last one's
+    assert [each.capacity - each.length for each in held] == [0, 0, 8 + 1 + 109 // 8 - 7]
+    taken = caches.begin(target, [*TEXTS[2], 1, 2], 102, 110, 1, 0)
+    assert (taken.length, len(caches._texts)) == (100, 2)
+    assert taken.buffers[0].data_ptr() == held[2].buffers[0].data_ptr()
+    copied = caches.begin(target, [*TEXTS[0], 1, 2], 102, 110, 1, 0)
+    assert (copied.length, len(caches._texts)) == (100, 2)
+    assert caches._texts[-1].kv is held[0]  # which was used last
+    # nor is a text that would lose much taken over
+    with mock.patch.object(module, "PROMPT_CHUNK", 10):
+        caches = kept(target, TEXTS[1])
+        assert found(target, caches, TEXTS[1][:90]) == 88
+        assert len(caches._texts) == 1
+
+
+def test_caches_take_no_more_than_they_may():
+    target = KINDS["PyTorch"]()
+    size = 107 * target.kv_shape.bytes_per_token
+    assert kept(target, *TEXTS).nbytes == 3 * size
+    for most, there in ((3 * size, 3), (3 * size - 1, 2), (size, 1), (size - 1, 0), (0, 0)):
+        caches = kept(target, *TEXTS, most=most / 1e9)
+        assert [found(target, caches, [*text, 1]) > 0 for text in TEXTS] == [
+            index >= 3 - there for index in range(3)
+        ]
+    free = 7 * size  # beside what they take, which makes eight
+    with mock.patch.object(module, "available_bytes", lambda device: free):
+        assert kept(target, *TEXTS).nbytes == 2 * size
+    with mock.patch.object(module, "available_bytes", lambda device: None):
+        assert kept(target, *TEXTS).nbytes == 0
+
+
+def test_a_decode_gets_the_memory_that_it_needs():
+    target = KINDS["PyTorch"]()
+    caches = kept(target, *TEXTS)
+    size = caches.nbytes // 3
+    with mock.patch.object(module, "available_bytes", lambda device: 4 * size - caches.nbytes):
+        assert found(target, caches, [*TEXTS[2], 1], 2 * size) == 99
+        assert len(caches._texts) == 1  # the oldest went, and the last was taken
+        assert found(target, caches, [*TEXTS[1], 1], 4 * size) == 0
+
+
+@pytest.mark.parametrize("kind", ["PyTorch, prompts in chunks", "delta nets in chunks"])
+def test_what_was_written_before_serves_as_it_was_made(kind):
+    """By narrow passes, if the prompt is the same: a run that goes on."""
+    target = KINDS[kind]()
+    with small():
+        caches = kept(target, TEXTS[1])
+        whole = decoded(target, TEXTS[0], 40, "ar", caches)
+        written = tuple(whole[0]._context.text[100:130])
+        caches.keep(whole[0])
+        one = decoded(target, TEXTS[0], 40, "ar", caches, written)
+        assert one[0].copied == (128 if target.kv_shape.states is None else 99)
+        same(one, decoded(target, TEXTS[0], 40, written=written))
+        # of another prompt with the same beginning they are not
+        caches.keep(one[0])
+        other = decoded(target, [*TEXTS[0], *written], 4, "ar", caches)
+        assert other[0].copied == 96
+        same(other, decoded(target, [*TEXTS[0], *written], 4))
+
+
+def test_states_go_back_to_a_few_places():
+    target = KINDS["delta nets"]()
+    with small():
+        caches = kept(target, random_prompt(600, 4))
+        marks = [mark.length for mark in caches._texts[0].kv.marks]
+        assert len(marks) <= 8
+        assert marks[-1] == 607
+        assert found(target, caches, [*random_prompt(600, 4)[:500], 1]) == max(
+            mark for mark in marks if mark <= 499
+        )
+
+
+def test_faults_among_kept_integers_are_found():
+    """What a text before it generated nobody has looked at yet."""
+    target = KINDS["C, int16"]()
+    caches = kept(target, TEXTS[0])
+    caches._texts[0].kv.buffers[0][0, 0, 103] = -(2**15)
+    text = [*TEXTS[0], *random_prompt(20, 9)]
+    assert decoded(target, text, 2, "ar", caches)[0].copied == 100

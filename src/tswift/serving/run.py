@@ -139,7 +139,6 @@ class ApiRun:
     def follow(self, job: Job) -> Callable[[str, DecodeStats], None]:
         """What a job is to call after every step."""
         self.stats = job.stats.copy()
-        self.copied = job.generation.decoding.copied
         wanted = job.config.logprobs is not None
         if wanted and job.tokens:
             self.rows += read_own(self.path / LOGPROBS)

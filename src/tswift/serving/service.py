@@ -350,6 +350,7 @@ class Service:
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
+            run.copied = job.generation.decoding.copied
             try:
                 job.run(run.follow(job), run.show_prefill)
             finally:
