@@ -190,8 +190,12 @@ TEXTS = [random_prompt(100, seed) for seed in range(3)]
 def test_rows_that_are_not_exact_serve_nobody_but_who_says_so():
     target = tiny_target()
     again = [*TEXTS[0], 1]
-    assert found(target, kept(target, TEXTS[0]), again) == 0
-    assert found(target, kept(target, TEXTS[0], inexact=True), again) == 99
+    assert kept(target, TEXTS[0]).nbytes == 0
+    assert found(target, kept(target, TEXTS[0], inexact=True), again, 0) == 99
+    # nor where a model's rows are exact no more
+    caches = kept(target, TEXTS[0], inexact=True)
+    caches._inexact = False
+    assert found(target, caches, again) == 0
 
 
 def test_the_last_text_is_gone_on_with_in_its_own_buffers_and_others_are_copied():

@@ -61,7 +61,7 @@ class KeptCaches:
 
     def __init__(self, most: float | None = None, inexact: bool = False) -> None:
         self._most = most
-        self._inexact = inexact
+        self._inexact = self._serves = inexact
         self._texts: list[_Text] = []  # the one that was used last is the last one
 
     @property
@@ -88,6 +88,7 @@ class KeptCaches:
             back: how many of the last tokens are to be forwarded all the same.
             needed: bytes that the decode takes, which are made free.
         """
+        self._serves = self._inexact or target.fixed_rows is not None
         while self._texts and (available_bytes(target.device) or needed) < needed:
             del self._texts[0]
         tokens = np.array(text[: -1 - back], np.int64)
@@ -128,9 +129,10 @@ class KeptCaches:
 
     def keep(self, decoding: Decoding) -> None:
         """Keep the cache of a text that has ended; :meth:`settle` is to follow."""
-        tokens, prompt, kv = decoding.held
-        kv.remember()
-        self._texts.append(_Text(np.array(tokens, np.int64), prompt, kv))
+        if self._serves:
+            tokens, prompt, kv = decoding.held
+            kv.remember()
+            self._texts.append(_Text(np.array(tokens, np.int64), prompt, kv))
 
     def settle(self) -> None:
         """Let go of what is more than may be kept, and of the room in caches for more tokens.
