@@ -97,22 +97,18 @@ class KeptCaches:
             place = self._place(target, each, tokens, prompt)
             if place.length > mark.length:
                 found, mark = each, place
-        taken = False
         if found is not None:
             self._texts.remove(found)
-            # little of it is lost
-            taken = found.kv.capacity >= capacity and found.kv.length - mark.length < PROMPT_CHUNK
-        if found is not None and taken:
-            kv = copy(found.kv)  # captured programs are known by the cache that they were made for
-        else:
-            kv = FullKV(target.kv_shape, capacity + (not target.on_cuda) * capacity // _SLACK)
-        if found is None:
-            kv.marks = []
-            return kv
-        if not taken:
+            if found.kv.capacity >= capacity and found.kv.length - mark.length < PROMPT_CHUNK:
+                kv = copy(found.kv)  # programs are captured for a cache, which this is not
+                kv.rewind(mark)
+                return kv
             self._texts.append(found)
+        kv = FullKV(target.kv_shape, capacity + (not target.on_cuda) * capacity // _SLACK)
+        kv.marks = []
+        if found is not None:
             kv.copy_from(found.kv, mark.length)
-        kv.rewind(mark)
+            kv.rewind(mark)
         return kv
 
     def _place(self, target: Target, kept: _Text, tokens: np.ndarray, prompt: int) -> Mark:
