@@ -908,7 +908,7 @@ FAULTS = [
     Fault("run.json is written after the prefill", "jobs/job.py", "jobs/test_resume.py",
           "signals or Signals()\n        self.folder.record(self._record())\n", "signals or Signals()\n"),
     Fault("a resumed run draws its last token again", "jobs/resuming.py", "jobs/test_resume.py",
-          "written=tokens)", "written=tokens[:-1])"),
+          "run.params, tokens, kept)", "run.params, tokens[:-1], kept)"),
     Fault("a file begun before the first record keeps a folder", "jobs/folder.py",
           "jobs/test_every_call.py serving/test_every_call.py",
           ", *(name + NEW for name in (PROMPT, REQUEST, RECORD))", ""),
