@@ -27,7 +27,7 @@ from tswift.decoding import kept as module
 from tswift.decoding.audit import audit
 from tswift.decoding.drafter import Step
 from tswift.decoding.kept import KeptCaches
-from tswift.decoding.loop import Decoding
+from tswift.decoding.loop import Decoding, NotFinite
 from tswift.drafting.methods import make_drafter
 from tswift.forward import text as texts
 from tswift.forward.adapting import wrap_model
@@ -281,5 +281,6 @@ def test_faults_among_kept_integers_are_found():
     target = KINDS["C, int16"]()
     caches = kept(target, TEXTS[0])
     caches._texts[0].kv.buffers[0][0, 0, 103] = -(2**15)
-    text = [*TEXTS[0], *random_prompt(20, 9)]
-    assert decoded(target, text, 2, "ar", caches)[0].copied == 100
+    text = [*caches._texts[0].tokens.tolist(), *random_prompt(20, 9)]
+    with pytest.raises(NotFinite):
+        decoded(target, text, 2, "ar", caches)
