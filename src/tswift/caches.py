@@ -440,14 +440,32 @@ class Mark(NamedTuple):
     states: States | None
 
 
+_MOST_MARKS = 8  # a state is as large as the keys and values of about a hundred tokens
+
+
 class FullKV(KVBuffer):
     """Keys and values of a whole text, a token's slot being its position;
     and the states of its recurrent layers.
+
+    Attributes:
+        marks: places to which recurrent states can go back, in order; None where nobody wants to.
+        sound: tokens whose keys and values are known to be finite.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
         self.states = None if shape.states is None else States(shape.states)
+        self.marks: list[Mark] | None = None
+        self.sound = 0
+
+    def remember(self) -> None:
+        """Let recurrent states come back to here, if that is wanted; of many such places every
+        other one is forgotten.
+        """
+        if self.states is not None and self.marks is not None:
+            self.marks.append(self.mark())
+            if len(self.marks) > _MOST_MARKS:
+                del self.marks[:-1:2]
 
     def commit(self, slots: Sequence[int]) -> None:
         """As for any cache."""
@@ -459,11 +477,20 @@ class FullKV(KVBuffer):
         """``[1, length]``: the slots."""
         return torch.arange(self.length, device=self.shape.device).unsqueeze(0)
 
+    def rewind(self, mark: Mark) -> None:
+        """As for any cache."""
+        super().rewind(mark)
+        self.sound = min(self.sound, mark.length)
+        if self.marks is not None:
+            self.marks = [each for each in self.marks if each.length <= mark.length]
+
     def copy_from(self, other: FullKV, length: int | None = None) -> None:
         """Copy another cache of the same model, or its first ``length`` tokens."""
         self.length = other.length if length is None else length
-        for own, theirs in zip(self.buffers, other.buffers, strict=True):
-            own[:, :, : self.length] = theirs[:, :, : self.length]
+        self.marks, self.sound = other.marks, other.sound
+        pairs = zip(self.rows or self.buffers, other.rows or other.buffers, strict=True)
+        for own, theirs in pairs:
+            own[:, :, : self.length] = theirs[:, :, : self.length]  # type: ignore[index]
         if self.states is not None and other.states is not None:
             self.states.copy_from(other.states)
 

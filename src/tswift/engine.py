@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tswift.decoding.device_step_check import try_steps
 from tswift.decoding.drafter import Step, WalkFn
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL, PassCosts
 from tswift.decoding.text import TextRules, TextStream, check_stop
@@ -19,9 +20,10 @@ from tswift.drafting.methods import make_drafter, possible, resolved
 from tswift.drafting.options import MEASURED, DraftOptions, find_method, refuse_unused
 from tswift.errors import InputError, suggesting_names
 from tswift.forward.notes import warn_of_fallbacks
+from tswift.forward.passes import PROMPT_CHUNK
 from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
-from tswift.memory import Demand, MemoryEstimate, check, refuse_ids
+from tswift.memory import Demand, MemoryEstimate, check, promised, refuse_ids
 from tswift.options import Option, checked
 from tswift.sampling.parameters import MAX_TOP, SamplingParams, apply_eos_policy
 
@@ -144,13 +146,13 @@ def begin(
     model: LoadedModel,
     request: Request,
     simulate: Callable[[int], WalkFn] | None = None,
-    earlier: Decoding | None = None,
+    kept: KeptCaches | None = None,
 ) -> Generation:
     """Check a request, and allocate the caches.
 
     Args:
         simulate: makes that of :class:`Decoding` from the most tokens drafted along a path.
-        earlier: as for :class:`Decoding`.
+        kept: caches of the model's earlier texts, from which a new one may be begun.
 
     Raises:
         InputError: an empty prompt, a length that leaves nothing to generate, an unknown method,
@@ -170,12 +172,20 @@ def begin(
     draft = model.draft is not None
     options = resolved(method, target, model.heads, request.options, draft)
     demand = Demand(len(request.prompt), request.length, request.method, options)
-    need = check(target, demand, draft=model.draft)
+    need = check(target, demand, draft=model.draft, spare=kept.nbytes if kept else 0)
     # its own, as they change with how many texts share passes
     costs = replace(costs_of(target, model.heads) if options.costs == MEASURED else NOMINAL)
     drafter = make_drafter(
         request.method, target, model.heads, options, model.draft, need.positions, costs
     )
+    kv = None
+    if kept is not None:
+        text_so_far = [*request.prompt, *request.written]
+        room = need.positions + drafter.limit
+        # a draft begins from the states of the last token, a network's from those of many
+        back = 1 if target.speculator is None else PROMPT_CHUNK
+        needed = need.total_bytes + promised(target)
+        kv = kept.begin(target, text_so_far, len(request.prompt), room, back, needed)
     decoding = Decoding(
         target,
         request.prompt,
@@ -186,8 +196,10 @@ def begin(
         simulate and simulate(drafter.depth),
         request.written,
         request.logprobs,
-        earlier,
+        kv,
     )
+    if kept is not None:
+        kept.running.add(decoding)
     return Generation(decoding, drafter.depth, rules, params, options, need, costs, *text)
 
 

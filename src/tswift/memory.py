@@ -134,6 +134,7 @@ def check(
     demand: Demand,
     option: str | None = "length",
     draft: Target | ModelPlan | None = None,
+    spare: int = 0,
 ) -> MemoryEstimate:
     """Memory that a decode needs; of a model that is not loaded, its weights included.
 
@@ -141,6 +142,7 @@ def check(
         demand: with resolved options.
         option: what the user gave the length with, for the error.
         draft: the draft model, if there is one.
+        spare: bytes of the device that are in use and can be made free.
 
     Raises:
         InputError: more than the positions of the model or of its draft model, or than the free
@@ -182,11 +184,15 @@ def check(
     if options.recall:
         recall = LogitHistory.bytes_for(positions, model.vocab_size, options.recall)
     estimate = MemoryEstimate(positions, options, loaded, caches, recall, passing)
-    # a CPU gives memory when it is written to: other texts are still to take theirs
-    open_caches = model.caches if isinstance(model, Target) and not model.on_cuda else ()
-    promised = sum((kv.capacity - kv.length) * kv.shape.bytes_per_token for kv in open_caches)
-    _refuse_memory(estimate, model.device, option, promised)
+    others = promised(model) if isinstance(model, Target) else 0
+    _refuse_memory(estimate, model.device, option, others - spare)
     return estimate
+
+
+def promised(model: Target) -> int:
+    """Bytes that texts under way are still to take: a CPU gives memory when it is written to."""
+    texts = () if model.on_cuda else model.caches
+    return sum((kv.capacity - kv.length) * kv.shape.bytes_per_token for kv in texts)
 
 
 def refuse_ids(vocab_size: int, **named: Collection[int]) -> None:
@@ -203,17 +209,17 @@ class NoRoom(InputError):
 
 
 def _refuse_memory(
-    estimate: MemoryEstimate, device: torch.device, option: str | None, promised: int = 0
+    estimate: MemoryEstimate, device: torch.device, option: str | None, others: int = 0
 ) -> None:
     if device.type != "cpu":
         on_cpu = MemoryEstimate(estimate.positions, recall_bytes=estimate.recall_bytes)
         _refuse_memory(on_cpu, torch.device("cpu"), option)
         estimate = replace(estimate, recall_bytes=0)
     free = available_bytes(device)
-    if free is None or estimate.total_bytes + promised <= free:
+    if free is None or estimate.total_bytes + others <= free:
         return
     # a shorter text would not help
     option = "model" if sum(estimate.loaded.values()) > free else option
     needed = f"{estimate} = {gigabytes(estimate.total_bytes)}"
-    others = f", {gigabytes(promised)} of that for texts under way" if promised else ""
-    raise NoRoom(f"{needed}, {device.type} has {gigabytes(free)} free{others}", option)
+    texts = f", {gigabytes(others)} of that for texts under way" if others > 0 else ""
+    raise NoRoom(f"{needed}, {device.type} has {gigabytes(free)} free{texts}", option)

@@ -286,6 +286,22 @@ def test_a_worker_loads_its_model_once(prompts, tmp_path, monkeypatch):
     assert (len(lines), len(loads)) == (2, 1)
 
 
+def test_what_prompts_begin_with_is_forwarded_once(tswift, checkpoint, tmp_path):
+    header = "The ship had lain three days becalmed. " * 8
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": header + more}) for more in ("A", "Bc", "")))
+    words = f"generate --model {checkpoint} --dtype bfloat16 --len 9 --method ar --quiet"
+    out = tmp_path / "out"
+    made = lines_of(tswift(words, "--prompts", path, "--out", out).ok().out)
+    copied = [read_record(out / line["folder"]).figures["prefill_copied"] for line in made]
+    assert copied[0] == 0
+    assert min(copied[1:]) > 64
+    for line, more in zip(made, ("A", "Bc", ""), strict=True):
+        alone = tswift(words, "--prompt-text", header + more, "--out", tmp_path / line["folder"])
+        assert line["text"].encode() == alone.out
+        assert tswift("verify", out / line["folder"]).code == 0
+
+
 def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):
     out = tmp_path / "out"
     for _ in range(2):

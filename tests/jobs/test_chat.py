@@ -11,6 +11,7 @@ import torch
 from tests.helpers import METHODS, first, refused
 from tests.serving.server import with_template
 from tswift.decoding.text import TextStream
+from tswift.jobs import chat
 from tswift.jobs.chat import Chat
 from tswift.jobs.config import RunConfig, Text
 from tswift.jobs.job import begin_run
@@ -45,10 +46,13 @@ def talk_by(model: LoadedModel, method: str, **values) -> tuple[Chat, list[str]]
     return talk, answers
 
 
-def test_answers_are_those_of_a_decode_of_all_that_was_said(model):
+def test_answers_are_those_of_a_decode_of_all_that_was_said(model, monkeypatch):
     """And so are keys and values, which random weights make little of."""
     config = RunConfig.of(length=16, seed=4, method="recall", prompt_text="a line", chat=True)
     talk = Chat(model, config)
+    turns = []
+    begun = lambda *given, **named: turns.append(begin_run(*given, **named)) or turns[-1]  # noqa: E731
+    monkeypatch.setattr(chat, "begin_run", begun)
     said: list[dict[str, str]] = []
     answers = []
     for line in SAID:
@@ -60,12 +64,12 @@ def test_answers_are_those_of_a_decode_of_all_that_was_said(model):
         whole = "".join(text.add(step.tokens) for step in run.steps()) + text.finish()
         assert (whole, run.decoding.copied) == (answers[-1], 0)
         said.append({"role": "assistant", "content": whole})
-        assert talk._last is not None
-        for ours, theirs in zip(talk._last._kv.buffers, run.decoding._kv.buffers, strict=True):
+        last = turns[-1].decoding
+        for ours, theirs in zip(last._kv.buffers, run.decoding._kv.buffers, strict=True):
             held = len(prompt) + 12
             torch.testing.assert_close(ours[:, :, :held], theirs[:, :, :held])
         # what recalls the text knows what was likely after each token that was forwarded
-        tables = [each._drafter.histories[0]._tables for each in (talk._last, run.decoding)]
+        tables = [each._drafter.histories[0]._tables for each in (last, run.decoding)]
         ours, theirs = (each["ids"][talk.kept : len(prompt) - 1] for each in tables)
         assert np.array_equal(ours, theirs)
 

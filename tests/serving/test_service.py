@@ -55,8 +55,9 @@ def two_ends(checkpoint: Path, tmp_path_factory) -> LoadedModel:
 
 
 @contextmanager
-def serving(model: LoadedModel, folder: Path) -> Iterator[Service]:
-    service = Service(model, ServeConfig(runs=folder), {}, SAID.append)
+def serving(model: LoadedModel, folder: Path, **given) -> Iterator[Service]:
+    folder.mkdir(exist_ok=True)
+    service = Service(model, ServeConfig(runs=folder, **given), {}, SAID.append)
     try:
         yield service
     finally:
@@ -581,5 +582,35 @@ def test_a_text_waits_until_memory_has_room(exact, tmp_path, monkeypatch):
         assert third.open  # it overtakes nobody
         assert done(second).state == done(third).state == FINISHED
         assert bytes(second.text) == alone(service, {**LONG, "max_tokens": 300, "seed": 4})
+        assert not [*exact.target.caches]  # of texts that have ended
         room[0] = 1000
         assert "cpu has" in done(service.accept_one(LONG, False)).reason
+
+
+def test_a_prompt_whose_beginning_was_seen_is_not_forwarded_again(checkpoint, tmp_path):
+    exact = load(str(checkpoint), dtype="bfloat16")
+    prompt = [7 * token % 90 for token in range(150)]
+    asked = {**ASKED, "prompt": prompt, "max_tokens": 9}
+    texts = []
+    for most in (None, 0.0):
+        with serving(exact, tmp_path / str(most), keep_caches=most) as service:
+            first = done(service.accept(asked, chat=False)[0])
+            longer = {**asked, "prompt": [*prompt, 3, 4, 5]}
+            runs = [first, *(done(service.accept(longer, chat=False)[0]) for _ in range(2))]
+            counts = [0, 150, 151] if most is None else [0, 0, 0]
+            details = [routes._usage([run])["prompt_tokens_details"] for run in runs]
+            assert details == [{"cached_tokens": count} for count in counts]
+            # and its folder says so
+            assert [service._read(run.path).copied for run in runs] == counts
+            texts.append([bytes(run.text) for run in runs])
+            assert bool(service._kept.nbytes) == (most is None)
+            # a run that is stopped and resumed is the same, too
+            stopped = service.accept({**asked, "max_tokens": 3000}, chat=False)[0]
+            while not stopped.stats.tokens:
+                time.sleep(0.001)
+            service.cancel(stopped)
+            assert done(stopped).state == "cancelled"
+            again = done(service.resume(stopped.id, stopped.stats.tokens + 20))
+            assert again.state == FINISHED
+            assert (again.copied > 140) == (most is None)
+    assert texts[0] == texts[1]

@@ -35,7 +35,6 @@ from tswift.sampling.parameters import SamplingParams
 from tswift.sampling.rule import NO_TOKEN, LogprobRecorder, NoTokenLeft, Sampler
 
 _TOKENS = 512  # looked at together
-_LEAST_KEPT = 64  # tokens of another cache that are worth a copy
 
 
 class HostStepper(Stepper[DraftTree]):
@@ -127,8 +126,8 @@ class Decoding:
         written: tokens generated already. The decode goes on after them as if it had never stopped.
         logprobs: give each step its tokens' log-probabilities, and those of so many likeliest ones;
             None for not.
-        earlier: an earlier decode by the model: what its cache holds of this text's beginning is
-            copied instead of forwarded.
+        kv: a cache for so many tokens, and the most nodes of a draft tree; what it holds of the
+            text's beginning is not forwarded. None for a new one.
 
     Raises:
         ValueError: an empty prompt, a token outside the vocabulary, or a length that leaves nothing
@@ -146,7 +145,7 @@ class Decoding:
         simulate: WalkFn | None = None,
         written: Sequence[int] = (),
         logprobs: int | None = None,
-        earlier: Decoding | None = None,
+        kv: FullKV | None = None,
     ) -> None:
         if not prompt:
             raise ValueError("prompt must have at least one token")
@@ -163,14 +162,13 @@ class Decoding:
         self._ended = False
         self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
-        self._kv = FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        self._kv = kv or FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
         target.caches.add(self._kv)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)
         self._last = len(prompt) + length  # positions that may be committed
         self._logprobs = logprobs
-        self._earlier = earlier
-        self.copied = 0  # tokens that were copied
+        self.copied = self._kv.length  # tokens that are not forwarded
         self._prefilled = False
         self._stepper: HostStepper | DeviceStepper | None = None
         self._plain: HostStepper | DeviceStepper | None = None
@@ -203,8 +201,13 @@ class Decoding:
         for each in together:
             each._context.sampler.extend(each._context.text)
         text = self._context.text[:-1]
-        self._take_kept(text)
+        if self.copied:
+            # the drafter's histories know of them that they came
+            begun = replace(self._context, text=text[: self.copied + 1])
+            for history in self._drafter.histories:
+                history.committed(begun)
         for forwarded in chunks(self._target, text[self.copied :], self._kv, self._prompt - 1):
+            self._kv.remember()
             for each in together:
                 each._context.last = forwarded
                 each._drafter.prefilled(each._context, forwarded)
@@ -237,23 +240,10 @@ class Decoding:
         synchronize(self._target.device)
         return time.perf_counter() - started
 
-    def _take_kept(self, text: list[int]) -> None:
-        """Copy from the earlier decode's cache what it holds of a text, if that is worth it."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
-            return
-        pairs = zip(text, earlier._context.text[: earlier._kv.length], strict=False)
-        alike = next((at for at, (own, theirs) in enumerate(pairs) if own != theirs), None)
-        held = min(len(text), earlier._kv.length) if alike is None else alike
-        # states cannot go back, and a history takes in a few tokens only later
-        if held < _LEAST_KEPT or (self._kv.states is not None and held < earlier._kv.length):
-            return
-        self._kv.copy_from(earlier._kv, held)
-        self.copied = held
-        # the drafter's histories know of them that they came
-        begun = replace(self._context, text=self._context.text[: held + 1])
-        for history in self._drafter.histories:
-            history.committed(begun)
+    @property
+    def held(self) -> tuple[list[int], int, FullKV]:
+        """The tokens that the cache holds, how many of the text are its prompt, and the cache."""
+        return self._context.text[: self._kv.length], self._prompt, self._kv
 
     @property
     def ended(self) -> bool:
@@ -413,19 +403,21 @@ def not_finite(
     )
 
 
-def refuse_broken(
-    target: Target, kv: KVBuffer, text: Sequence[int], params: SamplingParams
-) -> None:
+def refuse_broken(target: Target, kv: FullKV, text: Sequence[int], params: SamplingParams) -> None:
     """Raise :class:`NotFinite` for NaN in a cache of integers: the C program would take that for a
     number.
     """
-    if not kv.shape.dtype.is_floating_point and _first_lost(kv) is not None:
-        raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
+    if not kv.shape.dtype.is_floating_point:
+        if _first_lost(kv, kv.sound) is not None:
+            raise not_finite(target, kv, text, torch.full((1,), torch.nan), params)
+        kv.sound = kv.length
 
 
-def _first_lost(kv: KVBuffer) -> int | None:
-    """The first token in the cache whose keys or values are not finite in some layer."""
-    for start in range(0, kv.length, _TOKENS):
+def _first_lost(kv: KVBuffer, begin: int = 0) -> int | None:
+    """The first token in the cache, from a place on, whose keys or values are not finite in some
+    layer.
+    """
+    for start in range(begin, kv.length, _TOKENS):
         fine = torch.ones(min(_TOKENS, kv.length - start), dtype=torch.bool, device=kv.shape.device)
         for buffer in kv.buffers:
             fine &= ~kv.shape.broken(buffer[:, :, start : start + len(fine)]).any(-1).any(0).any(0)

@@ -47,7 +47,8 @@ def texts_at_once(target: Target, asked: int | None = None) -> int:
 def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> None:
     """Do work of several texts, at most ``width`` at a time.
 
-    In each round all that want a pass share passes, and one of those that read a prompt goes on.
+    In each round all that want a pass share passes. One at a time reads its prompt, a chunk in each
+    round, and is begun when no other does: so it can have what those before it have read.
 
     Args:
         more: the next work, told how many are under way; None if there is none now, which is the
@@ -70,21 +71,28 @@ def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> No
             asks.pop(work, None)
             failed = failed or error
 
-    while True:
-        try:
-            if isinstance(failed, KeyboardInterrupt):
-                for work in [*asks]:
-                    go_on(work, failed)
-            while len(asks) < width and failed is None and (new := more(len(asks))) is not None:
-                go_on(new, None)
-            if not asks:
+    def a_round() -> bool:  # whose names hold no text longer than it takes
+        if isinstance(failed, KeyboardInterrupt):
+            for work in [*asks]:
+                go_on(work, failed)
+        while len(asks) < width and not failed and None not in asks.values():
+            if (new := more(len(asks))) is None:
                 break
-            wanted = {work: ask for work, ask in asks.items() if ask is not None}
-            reading = next((work for work, ask in asks.items() if ask is None), None)
-            for work, answer in zip(wanted, _answers([*wanted.values()]), strict=True):
-                go_on(work, answer)
-            if reading is not None:
-                go_on(reading, None)
+            go_on(new, None)
+        if not asks:
+            return False
+        wanted = {work: ask for work, ask in asks.items() if ask is not None}
+        reading = [work for work, ask in asks.items() if ask is None]
+        for work, answer in zip(wanted, _answers([*wanted.values()]), strict=True):
+            go_on(work, answer)
+        for work in reading:
+            go_on(work, None)
+        return True
+
+    goes_on = True
+    while goes_on:
+        try:
+            goes_on = a_round()
         except BaseException as error:  # of ``more``, or an interrupt between two texts
             failed = failed or error
     if failed is not None:

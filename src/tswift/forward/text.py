@@ -108,6 +108,23 @@ def chunks(
         yield forwarded
 
 
+def with_the_same_bits(target: Target, alike: int, prompts: tuple[int, int]) -> int:
+    """How many of the first ``alike`` tokens, which two texts have in common, :func:`chunks` gives
+    the same keys and values in both.
+
+    Args:
+        target: the model.
+        alike: how many.
+        prompts: of each text the ``prompt`` of :func:`chunks`.
+    """
+    if target.fixed_rows is None:
+        return 0
+    first = min(prompts)
+    if not target.chunked_prompt or (first == max(prompts) and alike >= first):
+        return alike
+    return min(alike, first) // PROMPT_CHUNK * PROMPT_CHUNK
+
+
 def _replayed(target: Target, kv: FullKV) -> StaticPass | None:
     """A pass of the fixed width that is launched as one program, for a long text;
     None where there is none.

@@ -37,6 +37,7 @@ from tswift.jobs.prompts import read_lines
 from tswift.options import Values, changed, of_json, refuse_changes
 
 if TYPE_CHECKING:
+    from tswift.decoding.kept import KeptCaches
     from tswift.decoding.stats import DecodeStats
     from tswift.decoding.work import Work
     from tswift.jobs.job import Job, Signals
@@ -90,6 +91,7 @@ class Batch:
         self._values = values
         self._prompts = prompts
         self._model: LoadedModel | None = None
+        self._kept: KeptCaches | None = None
         self.config = RunConfig.of(**{**_before(out, values), **values}, prompt_text="a line's")
         _, self._system = self.config.read()
         self.tasks = list(self._read())
@@ -190,6 +192,7 @@ class Batch:
         Raises:
             InputError, DecodeError, Stopped: as a single run's.
         """
+        from tswift.decoding.kept import KeptCaches
         from tswift.decoding.work import side_by_side, texts_at_once
         from tswift.jobs.job import start
         from tswift.jobs.resuming import resume
@@ -200,12 +203,15 @@ class Batch:
             return
         # workers ask for some texts at a time
         model = self._model = self._model or self._load(left)
+        kept = self._kept = self._kept or KeptCaches()
         full: int | None = None  # texts for which memory has room, while another waits for it
 
         def made(task: Task, job: Job | None) -> Work[None]:
             if job is not None:
                 job.again = again
                 yield from job.running(lambda piece, stats: on_step(task, stats), None, signals)
+                kept.keep(job.generation.decoding)
+                kept.settle()
             deliver(line_of(task))
 
         def more(begun: int) -> Work[None] | None:
@@ -216,9 +222,10 @@ class Batch:
             job: Job | None = None
             try:
                 if not (task.folder / RECORD).exists():
-                    job = start(task.config, command, loaded=model, ids=self._ids(task, model))
+                    ids = self._ids(task, model)
+                    job = start(task.config, command, loaded=model, ids=ids, kept=kept)
                 elif not task.done:
-                    job = resume(task.folder, {}, False, command, loaded=model)
+                    job = resume(task.folder, {}, False, command, loaded=model, kept=kept)
             except NoRoom:
                 if not begun:
                     raise

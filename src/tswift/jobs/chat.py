@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tswift.decoding.loop import Decoding
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.stats import DecodeStats
 from tswift.jobs.config import RunConfig, Text, render_chat
 from tswift.jobs.job import begin_run, with_sampling
@@ -35,7 +35,7 @@ class Chat:
             self._said.append({"role": "system", "content": system})
         # a template that there is not, or that takes no system prompt, is told of before a turn
         render_chat(model.tokenizer, model.name, (*self._said, {"role": "user", "content": "."}))
-        self._last: Decoding | None = None
+        self._caches = KeptCaches(inexact=True)
         self.stats = DecodeStats(0)
         self.kept = 0
 
@@ -50,10 +50,9 @@ class Chat:
         prompt = Text("chat", said, messages=tuple(messages)).encode(model, chat=True)
         length = fit_length(self.config.text.length, len(prompt), model.target.max_positions)
         config = changed(self.config, {"length": length})
-        run = begin_run(model, prompt, config, self.params, earlier=self._last)
+        run = begin_run(model, prompt, config, self.params, kept=self._caches)
         run.decoding.prefill()
         self.kept = run.decoding.copied
-        self._last = run.decoding
         self.stats = DecodeStats(run.depth)
         given: list[str] = []
         try:
@@ -62,4 +61,6 @@ class Chat:
                 self.stats.add(step)
                 yield step.text
         finally:
+            self._caches = KeptCaches(inexact=True)  # of the last turn alone
+            self._caches.keep(run.decoding)
             self._said = [*messages, {"role": "assistant", "content": "".join(given)}]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from tswift.decoding.loop import Decoding
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.stats import DecodeStats, distinct
 from tswift.decoding.text import TextStream
 from tswift.decoding.work import Work, side_by_side
@@ -314,6 +314,7 @@ class Job:
         return {
             "tokens": stats.tokens,
             "prefill_tokens": len(self.prompt),
+            "prefill_copied": self.generation.decoding.copied,
             "prefill_seconds": sum(
                 (session.get("prefill_seconds", 0.0) for session in self.resumed),
                 self.about.prefill_seconds or 0.0,
@@ -358,6 +359,7 @@ def start(
     said: tuple[str, str | None] | None = None,
     loaded: LoadedModel | None = None,
     ids: Sequence[int] | None = None,
+    kept: KeptCaches | None = None,
 ) -> Job:
     """Make the run's folder, load the model: a job ready to run.
 
@@ -369,6 +371,7 @@ def start(
         ids: the prompt's token ids, if they are known already.
         loaded: the model, if it was loaded already; as ``config`` says, and perhaps with more to
             draft with.
+        kept: the model's caches of earlier texts.
     """
     wanted = config.to_load()
     asked = config.text.length
@@ -398,7 +401,7 @@ def start(
         if flexible:
             length = fit_length(asked, len(prompt), model.target.max_positions)
             config = changed(config, {"length": length})
-        generation = begin_run(model, prompt, config, params, drafting=drafting)
+        generation = begin_run(model, prompt, config, params, kept=kept, drafting=drafting)
         folder.keep_prompt(prompt)
     except BaseException:
         folder.discard()
@@ -447,11 +450,11 @@ def begin_run(
     config: RunConfig,
     params: SamplingParams,
     written: Sequence[int] = (),
-    earlier: Decoding | None = None,
+    kept: KeptCaches | None = None,
     drafting: DraftOptions | None = None,
 ) -> Generation:
-    """A job's decode, ready to run; ``written`` and ``earlier`` are as for :class:`Decoding`,
-    ``drafting`` has the job's options where they were resolved already.
+    """A job's decode, ready to run; ``written`` is as for :class:`Decoding`, ``kept`` as for
+    :func:`begin`, ``drafting`` has the job's options where they were resolved already.
     """
     request = Request(
         prompt=prompt,
@@ -467,7 +470,7 @@ def begin_run(
         texts=True,
         logprobs=config.logprobs,
     )
-    return begin(model, request, earlier=earlier)
+    return begin(model, request, kept=kept)
 
 
 def identity_of(model: LoadedModel) -> Object:

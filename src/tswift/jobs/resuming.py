@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import TextStream, text_of
 from tswift.drafting.options import find_method, used_options
@@ -46,6 +47,7 @@ def resume(
     discard_damaged: bool,
     command: Sequence[str],
     loaded: LoadedModel | None = None,
+    kept: KeptCaches | None = None,
 ) -> Job | None:
     """A job that goes on with a run; None if that is finished.
 
@@ -53,7 +55,7 @@ def resume(
         asked: options that were typed, by the names that :meth:`RunConfig.of` takes. Those that
             could change the text must be the run's own.
         discard_damaged: go on from the last sound token where something after it is broken.
-        command, loaded: as :func:`start` takes them.
+        command, loaded, kept: as :func:`start` takes them.
 
     Raises:
         InputError: no run, one that is in use, broken or made by another model, or an option in
@@ -86,7 +88,7 @@ def resume(
         model = loaded or load_exact_or_not(wanted, "exact" in asked)
         model = replace(model, eos_ids=run.eos_ids)  # other versions know of others
         draft = _refuse_other_model(run, config, model).get("draft")
-        job = _continued(run, saved, config, model, lock, ended)
+        job = _continued(run, saved, config, model, lock, ended, kept)
         unlocking.pop_all()
     moved = {name: asked[name] for name in ("length", *_MAY_MOVE) if name in asked}
     job.about = replace(
@@ -116,6 +118,7 @@ def _continued(
     model: LoadedModel,
     lock: Lock,
     ended: bool,
+    kept: KeptCaches | None,
 ) -> Job:
     """A job that goes on from a run's last checkpoint; ``ended``: with an end-of-text token."""
     if config.stop or config.stop_on_loop:
@@ -127,7 +130,7 @@ def _continued(
     below = len(saved.tokens) if ended else config.text.length
     checkpoint = next(each for each in reversed(saved.checkpoints) if each.tokens < below)
     tokens = saved.tokens[: checkpoint.tokens]
-    generation = begin_run(model, run.prompt, config, run.params, written=tokens)
+    generation = begin_run(model, run.prompt, config, run.params, tokens, kept)
     try:
         stats = DecodeStats.counted(generation.depth, len(tokens), checkpoint.counters)
     except ValueError as error:

@@ -51,6 +51,16 @@ class ServeConfig:
     runs: Path = option(
         Path("runs"), "Folder in which every request has a run's folder.", panel=_PANEL
     )
+    keep_caches: float | None = option(
+        None,
+        "GB for caches of earlier texts, whose beginnings new prompts need not forward; 0 for "
+        "none.",
+        panel=_PANEL,
+        shown="a quarter of what is free",
+        least=0,
+        most=1e6,
+        metavar="GB",
+    )
     served_model_name: str | None = option(
         None,
         "The model's id, as clients know it.",

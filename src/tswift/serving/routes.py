@@ -480,6 +480,7 @@ def _usage(runs: Sequence[ApiRun]) -> Object:
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": min(prompt, runs[0].copied)},
         "completion_tokens_details": details,
     }
 

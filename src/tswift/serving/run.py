@@ -47,6 +47,7 @@ class ApiRun:
     created: int = 0  # Unix time
     prompt: Sequence[int] | None = None  # token ids, until they are in its folder
     prompt_tokens: int = 0
+    copied: int = 0  # tokens of the text so far that were not forwarded again
     state: str = QUEUED  # or cancelled, in use (by another process), or what a list of runs says
     reason: str = ""  # why it failed
     refusal: bool = False  # it failed for what was asked

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from tswift.decoding.kept import KeptCaches
 from tswift.decoding.stats import DecodeStats
 from tswift.decoding.text import text_of
 from tswift.decoding.work import Work, side_by_side, texts_at_once
@@ -85,10 +86,10 @@ class Service:
         self._turns: SimpleQueue[ApiRun | None] = SimpleQueue()
         self._width = texts_at_once(model.target, config.parallel)
         self._begun = 0  # runs whose caches have been allocated
-        self._full = False  # whether a run waits for the memory of those; no other overtakes it
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
         self._speed = 0.0  # of the last run, in tokens/s
+        self._kept = KeptCaches(config.keep_caches)
         self._recover()
         self.thread = threading.Thread(target=self._work, name="decoding")
         self.thread.start()
@@ -308,7 +309,7 @@ class Service:
 
     def _next(self, begun: int) -> Work[None] | None:
         """The run whose turn it is; one is waited for where none was begun."""
-        while not self._full:
+        while True:
             try:
                 run = self._turns.get(block=not begun)
             except Empty:
@@ -320,7 +321,6 @@ class Service:
                 if run.state == QUEUED:
                     run.state = RUNNING
                     return self._made(run)
-        return None
 
     def _made(self, run: ApiRun) -> Work[None]:
         state = yield from self._decode(run)
@@ -333,6 +333,7 @@ class Service:
         run.prompt = None
         figures = f"{run.stats.tokens:,} tokens, {run.stats.tokens_per_second:,.1f} tokens/s"
         self._say(f"{run.id} {state}: {run.reason or figures}")
+        self._kept.settle()
 
     def _begin(self, run: ApiRun) -> Work[Job | None]:
         """The job of a run, once memory has room beside the others'; None if it is finished."""
@@ -340,7 +341,9 @@ class Service:
             try:
                 if (run.path / RECORD).exists():
                     length = {"length": run.config.text.length}
-                    return resume(run.path, length, False, _COMMAND, loaded=self.model)
+                    return resume(
+                        run.path, length, False, _COMMAND, loaded=self.model, kept=self._kept
+                    )
                 assert run.request is not None
                 if run.request.model != self.model_id:
                     asked = run.request.model
@@ -352,17 +355,13 @@ class Service:
                 # a server that was killed accepted it
                 ids = run.prompt or self._fitted(run.request)[1]
                 own = replace(run.config, out=run.path)
-                return start(own, _COMMAND, loaded=self.model, ids=ids)
+                return start(own, _COMMAND, loaded=self.model, ids=ids, kept=self._kept)
             except NoRoom:
                 if not (begun := self._begun):
                     raise
-            self._full = True
-            try:
-                while self._begun >= begun:  # until one has ended
-                    run.show_prefill(0, 0)
-                    yield None
-            finally:
-                self._full = False
+            while self._begun >= begun:  # until one has ended; no other overtakes it meanwhile
+                run.show_prefill(0, 0)
+                yield None
 
     def _decode(self, run: ApiRun) -> Work[str]:
         """Make a run's text, all of it; returns its state."""
@@ -374,11 +373,14 @@ class Service:
                     setattr(run, name, getattr(stored, name))
                 return FINISHED
             run.prompt_tokens = len(job.prompt)
+            run.copied = job.generation.decoding.copied
             self._begun += 1
             try:
                 yield from job.running(run.follow(job), run.show_prefill)
             finally:
                 self._begun -= 1
+                if job.state != FAILED:  # it ended, or stopped between two passes
+                    self._kept.keep(job.generation.decoding)
                 del job  # and with it the caches
             return FINISHED
         except RunStopped:
@@ -474,7 +476,9 @@ class Service:
                 path, config, created=int(datetime.fromisoformat(record.started).timestamp())
             )
             run.prompt_tokens = int(record.prompt["tokens"])
-            depth = int((record.figures or {}).get("drafted_per_path", 0))
+            figures = record.figures or {}
+            depth = int(figures.get("drafted_per_path", 0))
+            run.copied = int(figures.get("prefill_copied", 0))
             run.stats = DecodeStats.counted(depth, last.tokens, last.counters)
             ended_at = (record.end or {}).get("reason", "length")
             run.end = ended_at if entry.state == FINISHED else None
