@@ -86,13 +86,6 @@ def test_a_name_that_no_file_can_have(tswift, command, name):
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_a_run_to_resume_that_is_not_there(tswift):
-    assert (
-        tswift("generate", "--resume", "nope").err
-        == "tswift: error: --resume: there is no folder nope\n"
-    )
-
-
 @pytest.mark.parametrize("command", ["bench", "roofline"])
 def test_the_help_lists_every_shape(tswift, command):
     said = "".join(
@@ -123,6 +116,8 @@ CHEAP = """
     verify nowhere
     verify --tokens nowhere
     train --corpus ./nowhere
+    train --corpus x --kind odd
+    train --corpus x --lr 0
     train --resume nowhere
 """
 

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import SENTENCES, make_checkpoint
 from tests.helpers import read_json
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 POSITIONS = 96
 RATES = "--bandwidth 40 --flops 0.1"
 

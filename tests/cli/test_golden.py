@@ -21,6 +21,8 @@ from tswift.benchmarking.record import read
 from tswift.benchmarking.report import csv_text
 from tswift.cli.app import app
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 GOLDEN = Path(__file__).parent / "golden"
 RESULTS = Path(__file__).parents[2] / "results" / "paper-cpu"
 GRID = "--lens 10,20 --warmup 0 --no-plots --quiet"

@@ -77,11 +77,8 @@ def test_a_stdout_that_has_no_such_characters(tswift, checkpoint, tmp_path, monk
 
 
 CODE = """
-from tswift.forward.cpu.program import PassProgram
-from tswift.jobs import job
 from tswift.tables import Table
-from tswift.cli.output import Bars
-from tswift.cli.output import show
+from tswift.cli.output import Bars, show
 with Bars(quiet=False, progress=True) as bars:
     bars.update("verify", 50, 100)
 rows = [("exact", "1,234")]

@@ -24,6 +24,8 @@ from tswift.loading.model import LoadedModel
 from tswift.options import parse_shard
 from tswift.serving.requests import parse
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 LINES = [
     {"prompt": "The ship had lain three days becalmed,", "id": "sea", "seed": 4},
     {"question": "Who goes there?", "len": 9, "temperature": 0.5},

@@ -65,6 +65,7 @@ TOGETHER = {
         --method tokenswift --gamma 4 | --gamma
         --method standalone | --draft-model
         --method medusa --draft-model RUN | --draft-model
+        --method block --drafter RUN | --drafter
         --method medusa --tree 1,1,1,1 | --tree
         --attention flash --dtype bfloat16 | --attention
         --attention triton --dtype float64 | --attention
