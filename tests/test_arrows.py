@@ -10,7 +10,6 @@ from pathlib import Path
 
 import tswift
 from tests.house import nodes_of
-from tests.walk import OPTIONAL
 
 ROOT = Path(tswift.__file__).parent
 # from the top; a package may import what stands beside it or below
@@ -98,12 +97,6 @@ def test_what_is_imported_is_declared():
     declared = (Path(__file__).parents[1] / "pyproject.toml").read_text().replace("-", "_")
     imports = set().union(*map(outside, ROOT.rglob("*.py")))
     assert {name for name in imports if not re.search(rf'"{name}\b', declared)} == set()
-
-
-def test_the_walk_knows_every_module_that_needs_triton():
-    assert {
-        path.stem for path in ROOT.rglob("*.py") if "\nimport triton\n" in path.read_text()
-    } <= {*OPTIONAL}
 
 
 def test_references_in_docstrings_lead_somewhere():

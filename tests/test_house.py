@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers import needs_program
 from tests.house import (
+    ROOT,
     asked,
     calls,
     circles,
@@ -14,7 +15,6 @@ from tests.house import (
     tokens_of,
     uses_of_any,
 )
-from tests.walk import ROOT
 from tswift import remembered
 from tswift.cli import main
 from tswift.drafting.methods import resolve

@@ -68,7 +68,7 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation
 from tswift.memory import MemoryEstimate
 
-LENGTH = 120
+LENGTH = 80
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 CASE = Case(repeat=0, prompt="p", prefill=8, seed=3, tokens=PROMPTS[0].tokens)
 

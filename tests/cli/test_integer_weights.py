@@ -4,8 +4,6 @@ or rounded when they were loaded.
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +14,8 @@ from tests.cli.bad_inputs.runs import record as edited
 from tests.cli.conftest import TEXT
 from tests.cli.conftest import tswift as tswift
 from tests.helpers import first, needs_program, read_json
-from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import native_build
-from tswift.jobs import folder
 from tswift.loading import packing
 
 
@@ -47,35 +43,6 @@ def model(request, checkpoint: Path, tmp_path) -> str:
 
 def tokens(run: Path) -> list[int]:
     return np.fromfile(run / "tokens.u32", "<u4").tolist()
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_and_verified(model, tswift, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
-    words = f"generate {model} --prompt-text '{TEXT}' --len 600 --temperature 1.2 --quiet"
-    tswift(words, f"--method ar --out {tmp_path}/plain").ok()
-    process = Process([words, f"--out {tmp_path}/run"], tmp_path / "out")
-    run = tmp_path / "run"
-    while not ((run / "tokens.u32").exists() and tokens(run)) and process.poll() is None:
-        time.sleep(0.005)
-    process.send(signal.SIGKILL)
-    process.wait()
-    killed = len(tokens(run))
-    assert 0 < killed < 600
-    tswift(f"generate --resume {run}").ok()
-    assert tokens(run) == tokens(tmp_path / "plain")
-    record = read_json(run / "run.json")
-    assert record["model"]["quantization"] == ("Q8_0" if "--weights" not in model else "int4")
-    assert record["model"]["exact"] is not None
-
-    result = tswift(f"verify {run}").ok()
-    assert ["violations", "0", "-", "-"] in [line.split() for line in result.text.splitlines()]
-    altered = np.array(tokens(run), "<u4")
-    altered[300] = (altered[300] + 1) % 90
-    altered.tofile(run / "tokens.u32")
-    result = tswift(f"verify {run}")
-    assert result.code == 1
-    assert "violations at generated tokens (from 0) 300" in result.text
 
 
 @pytest.mark.slow

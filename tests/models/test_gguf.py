@@ -324,20 +324,6 @@ def test_types_that_are_not_read(tmp_path):
     refuse(str(path), "of type TQ1_0, which tswift does not read; it reads F32, F16, BF16, Q4_0")
 
 
-@pytest.mark.parametrize(
-    ("metadata", "says"),
-    [
-        ({"expert_count": 4}, "has llama.expert_count 4, which tswift does not serve"),
-        (
-            {"rope__scaling__type": "ntk"},
-            "has llama.rope.scaling.type 'ntk', which tswift does not",
-        ),
-    ],
-)
-def test_what_is_not_served_is_refused(metadata, says, tmp_path):
-    refuse(str(write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), **metadata)), says)
-
-
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.F32])
 def test_files_of_numbers_are_ordinary_models(kind, tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), kind)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.bad_inputs.case import Case, World, generate
+from tests.cli.bad_inputs.case import Case, World, generate, words_of
 from tests.helpers import read_json
 
 Change = Callable[[Path], object]
@@ -259,59 +259,14 @@ _ELSEWHERE = {
 }
 
 
-_WORDS: dict[str, Callable[[World, Path], list[object]]] = {
-    "generate": lambda world, folder: generate(world, "--model", folder),
-    "draft": lambda world, folder: generate(
-        world, "--method", "standalone", "--draft-model", folder
-    ),
-    "verify": lambda world, folder: ["verify", world.run, "--model", folder],
-    "roofline": lambda world, folder: [
-        *[
-            "roofline",
-            "--bandwidth",
-            100,
-            "--flops",
-            10,
-            "--len",
-            100,
-            "--prefill",
-            8,
-            "--model",
-            folder,
-        ]
-    ],
-    "compare": lambda world, folder: [
-        "compare",
-        "--prompt",
-        world.prompt,
-        "--len",
-        4,
-        "--model",
-        folder,
-    ],
-    "bench": lambda world, folder: [
-        *[
-            "bench",
-            "--prompts",
-            world.prompt,
-            "--prefill",
-            8,
-            "--lens",
-            4,
-            "--out",
-            "new/run",
-            "--model",
-            folder,
-        ]
-    ],
-}
-
-
 def _case(command: str, name: str) -> Case:
     def words(world: World) -> list[object]:
         folder = shutil.copytree(world.model, world.here / "model")
         CHANGES[name](folder)
-        return _WORDS[command](world, folder)
+        if command == "draft":
+            return generate(world, "--method", "standalone", "--draft-model", folder)
+        fine = "verify RUN" if command == "verify" else command
+        return words_of(world, fine, "--model", folder, without=["--model"])
 
     option = (
         "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"
