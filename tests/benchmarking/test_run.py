@@ -68,6 +68,8 @@ from tswift.drafting.options import DraftOptions
 from tswift.engine import Generation
 from tswift.memory import MemoryEstimate
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 LENGTH = 80
 PROMPTS = [Prompt("p", list(range(1, 9)))]
 CASE = Case(repeat=0, prompt="p", prefill=8, seed=3, tokens=PROMPTS[0].tokens)
@@ -302,21 +304,6 @@ def test_texts_that_end_by_themselves_are_recorded_as_long_as_they_are(checkpoin
     header, *lines = csv_text(typed(record)).splitlines()
     column = header.split(",").index("tokens_mean")
     assert {line.split(",")[column] for line in lines[-4:]} == {"31"}
-
-
-def test_ctrl_c_keeps_the_lengths_that_all_have_reached(checkpoint):
-    config = configure(options(checkpoint, "reuse"))
-    plan = Plan((4,), (20, 60, 90), (1, 2), warmup=0)
-
-    def press(number, trials, case, run):
-        if number == 1 and run.label == "reuse" and run.stats.tokens > 70:
-            raise KeyboardInterrupt
-
-    record = finish(
-        begin_measurement(config, PROMPTS, plan, ["tswift"]), config, plan, on_progress=press
-    )
-    assert record["state"] == "interrupted"
-    assert [len(sample["points"]) for sample in record["samples"]] == [3, 3, 2, 2]
 
 
 def test_ctrl_c_during_the_audit_keeps_the_samples(checkpoint, monkeypatch):
@@ -613,16 +600,6 @@ def test_all_methods_write_the_same_text(checkpoint):
     assert plain["speedup"] == reference["speedup_over_reference"] == 1.0
     assert plain["speedup_over_reference"] == pytest.approx(1 / reference["speedup"])
     assert plain["passes"] == plain["tokens"] == LENGTH > drafted["passes"]
-
-
-def test_a_wrong_method_is_found(checkpoint, monkeypatch):
-    patched(monkeypatch, "medusa", skip_the_penalty)
-    comparison = compared(configure(options(checkpoint, "medusa")))
-    plain, wrong = comparison.samples
-    assert [comparison.ok, plain.explained, wrong.explained] == [False, True, False]
-    findings = comparison.audits["medusa"].findings
-    violations = [finding.index for finding in findings if finding.kind == "violation"]
-    assert violations[0] >= wrong.first_difference
 
 
 def test_one_unit_in_the_last_place_is_rounding(checkpoint, monkeypatch):

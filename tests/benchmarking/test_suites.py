@@ -23,6 +23,8 @@ from tswift.drafting.methods import METHODS
 from tswift.drafting.options import DraftOptions
 from tswift.sampling.parameters import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 PUBLISHED = {f"table{n}" for n in (1, 3, 4, 5, 6, 7, 8, 12)} | {"figure1"}
 
 

@@ -45,12 +45,6 @@ def test_generate_ends_where_the_model_does(tswift, small, tmp_path):
     assert "--len is" not in tswift(*words, f"--len {made} --out {tmp_path}/c").err
 
 
-def test_a_prompt_that_leaves_no_room_is_refused(tswift, small, long_text):
-    tswift(f"generate --model {small} --prompt {long_text}").refused(
-        "--len: ", f"the model has {POSITIONS}"
-    )
-
-
 def test_compare(tswift, small):
     words = (f"compare --no-progress --model {small} --prompt-text", "The ship", "--methods medusa")
     result = tswift(*words).ok()

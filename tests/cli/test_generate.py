@@ -344,9 +344,6 @@ def test_what_is_typed_goes_before_the_models_own(tswift, chatty, prompt, tmp_pa
         "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)"
         in result.err
     )
-    tswift(words, "--preset qwen2.5-7b --sampling paper").refused(
-        "--sampling: cannot be given together with --preset"
-    )
 
 
 def test_llama_cpps_sampling_where_a_model_recommends_none(tswift, chatty, prompt, tmp_path):

@@ -288,21 +288,9 @@ def test_taps_by_every_convention(tmp_path):
         ("dspark", {}, {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         (
             "dspark",
-            {},
-            {"markov_head.markov_w1.weight": None},
-            "lacks markov_head.markov_w1.weight",
-        ),
-        (
-            "dspark",
             {"markov_rank": 0},
             {},
             "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs",
-        ),
-        (
-            "dspark",
-            {},
-            {"confidence_head.proj.bias": None},
-            "lacks confidence_head.proj.bias",
         ),
         ("dspark", {"markov_head_type": "odd"}, {}, "has markov_head_type 'odd'"),
         (
@@ -352,12 +340,6 @@ def test_taps_by_every_convention(tmp_path):
             {},
             {"midlayer.hidden_norm.weight": None},
             "lacks midlayer.hidden_norm.weight",
-        ),
-        (
-            "eagle-speculators",
-            {},
-            {"layers.0.hidden_norm.weight": None},
-            "lacks layers.0.hidden_norm.weight",
         ),
         (
             "dflash2-speculators",

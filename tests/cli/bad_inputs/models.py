@@ -131,16 +131,6 @@ def _pickled(folder: Path):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
 
 
-def _pickled_shards(folder: Path):
-    _pickled(folder)
-    (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
-    index = {
-        "metadata": {},
-        "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"},
-    }
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
 def _code(**values) -> Change:
     """Code in the folder that the configuration wants run, and other values."""
 
@@ -156,7 +146,6 @@ def _code(**values) -> Change:
 _AUTO = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
 _DEEP = b"[" * 100_000 + b"]" * 100_000
 _NORM = "model.norm.weight"
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 def _elsewhere(shard) -> Change:
