@@ -423,8 +423,6 @@ def test_variants_of_one_method_run_beside_one_plain_decode(checkpoint):
         (lambda: Plan(lens=()), "lens: names nothing"),
         (lambda: Plan(lens=(5, 5)), "lens: names 5 twice"),
         (lambda: Plan(lens=(0,)), "lens: must be at least 1, got 0"),
-        (lambda: Plan(prefills=(1,)), "prefills: must be at least 2, got 1"),
-        (lambda: Plan(repeats=0), "repeats: must be at least 1"),
         (lambda: Plan(warmup=-1), "warmup: must be at least 0"),
         (lambda: Plan(ar="guess"), "ar: must be one of full, sampled, got 'guess'"),
         (
