@@ -170,7 +170,7 @@ def on_a_device(graphs, monkeypatch):
     return made
 
 
-@pytest.mark.parametrize(("kind", "method"), first(1, OF_STATES))
+@pytest.mark.parametrize(("kind", "method"), first(2, OF_STATES))
 def test_a_model_with_states_writes_the_same_text(on_a_device, kind, method):
     """With drafts that are accepted and not, and plain steps that are taken back."""
     target = on_a_device(kind)

@@ -292,6 +292,12 @@ def test_taps_by_every_convention(tmp_path):
             {},
             "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs",
         ),
+        (
+            "dspark",
+            {},
+            {"confidence_head.proj.bias": None},
+            "lacks confidence_head.proj.bias",
+        ),
         ("dspark", {"markov_head_type": "odd"}, {}, "has markov_head_type 'odd'"),
         (
             "dspark",
