@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.training.tiny import Tiny
+    from tswift.loading.model import LoadedModel
 
 # One thread for torch, here and in subprocesses: tiny models only lose by more, and test processes
 # run side by side.
@@ -299,6 +300,36 @@ def every_check_is_made() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remembered, "cache_folder", lambda: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def load_once() -> Iterator[Callable[..., LoadedModel]]:
+    """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it:
+    what loads them.
+    """
+    import tswift.jobs.job
+    import tswift.jobs.verification
+    import tswift.machine
+    from tswift.loading import model as loading
+
+    real = loading.load_model
+    remembered = functools.cache(loading.load_model)
+
+    def cached(*arguments, **named) -> LoadedModel:
+        try:
+            return remembered(*arguments, **named)
+        except TypeError:  # what cannot be remembered
+            return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [
+            module for name, module in sys.modules.items() if name.startswith("tswift.")
+        ]:
+            if getattr(module, "load_model", None) is real:
+                patch.setattr(module, "load_model", cached)
+        # asks git, which takes longer
+        patch.setattr(tswift.machine, "_output", lambda command: None)
+        yield cached
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,8 @@
 from the root of the repository.
 
 It prints the size of the sources in tokens (without comments and docstrings), how often ``Any`` is
-used (its imports are not counted), the longest functions, circles of imports, the methods of
-``Target`` and its fields that other modules set, the modules that ``tswift generate`` runs through,
-the files of a steady step, and how many functions a parameter passes on its way from the command
-line to where it acts.
+used (its imports are not counted), the longest functions, circles of imports, and how many
+functions a parameter passes on its way from the command line to where it acts.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import ast
 import contextlib
 import functools
 import io
-import itertools
 import re
 import sys
 import tempfile
@@ -25,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 
 import tswift
-from tests.walk import ROOT, walk
 from tswift.cli import main
-from tswift.engine import Request, begin
 from tswift.tables import Table
+
+ROOT = Path(tswift.__file__).parent
 
 _LAYOUT = {
     tokenize.COMMENT,
@@ -38,11 +35,10 @@ _LAYOUT = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
-_TEXT = "The ship had lain three days becalmed,"
 _COMMAND = ["generate", "--method", "tokenswift", "--quiet"]
 # values that nothing else has, by the option that gives them
 PARAMETERS = {
-    "--prompt-text": _TEXT,
+    "--prompt-text": "The ship had lain three days becalmed,",
     "--len": "137",
     "--temperature": "0.7313",
     "--kv-dtype": "float16",
@@ -50,10 +46,6 @@ PARAMETERS = {
 }
 CHECKERS = {(str(ROOT / "options.py"), name) for name in ("checked", "_fault")}
 _LONGEST = 8  # functions that are listed
-# whose steady steps are looked at
-_METHODS = ("ar", "medusa", "tokenswift", "recall", "cascade", "auto")
-_WARM, _STEADY = 120, 12  # steps that are skipped, and looked at
-_SETTERS = ("setattr", "__setattr__")
 
 
 @functools.cache
@@ -93,60 +85,6 @@ def functions_of(path: Path) -> Iterator[tuple[int, str]]:
 def uses_of_any(path: Path) -> int:
     """How often a file says ``Any``, other than to import it."""
     return sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes_of(path))
-
-
-def methods_of(name: str, path: Path) -> list[str]:
-    """The methods and properties of a class."""
-    found = [node for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
-    body = next(node.body for node in found if node.name == name)
-    return [node.name for node in body if isinstance(node, ast.FunctionDef)]
-
-
-def set_from_outside(name: str, path: Path) -> list[str]:
-    """Where a field of what is called so, or ends so, is set in a file: ``target.kv = None``."""
-
-    def is_one(node: ast.expr) -> bool:
-        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).split(".")[
-            -1
-        ].endswith(name)
-
-    found = []
-    for node in nodes_of(path):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, (ast.Store, ast.Del))
-            and is_one(node.value)
-        ):
-            found.append(node)
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            held = node.value
-            if isinstance(held, ast.Attribute) and is_one(held.value):
-                found.append(held)
-        if (
-            isinstance(node, ast.Call)
-            and node.args
-            and ast.unparse(node.func).split(".")[-1] in _SETTERS
-        ):
-            found += [node] if is_one(node.args[0]) else []
-    return [f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}" for node in found]
-
-
-def step_files(method: str, model: tswift.LoadedModel) -> list[str]:
-    """The files whose functions a steady step of a method calls;
-    its tokens are not made into text.
-    """
-    seen = set()
-
-    def look(frame: FrameType, event: str, argument):
-        if event == "call" and frame.f_code.co_filename.startswith(f"{ROOT}/"):
-            seen.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
-
-    run = begin(model, Request(prompt=model.encode(_TEXT), length=2000, method=method))
-    with contextlib.closing(run.decoding.steps()) as steps:
-        for _ in itertools.islice(steps, _WARM):
-            pass
-        _watched(look, lambda: [*itertools.islice(steps, _STEADY)])
-    return sorted(seen)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -271,17 +209,6 @@ def _report() -> Iterator[str]:
         "Longest functions", ("lines", ""), [[str(lines), name] for lines, name in longest]
     ).plain()
     yield _listed("circles of imports", [" <-> ".join(pair) for pair in circles()])
-    yield f"methods of Target: {len(methods_of('Target', ROOT / 'forward/target.py'))}\n"
-    outside = [
-        each for path in sorted(ROOT.rglob("*.py")) for each in set_from_outside("target", path)
-    ]
-    yield _listed("its fields that are set from outside", outside)
-    with tempfile.TemporaryDirectory() as folder, _without_text():
-        modules = walk(["generate", "--len", "100", "--quiet", "--out", f"{folder}/walk"])
-    yield _listed("modules that generate --len 100 runs through", modules)
-    model = tswift.load()
-    for method in _METHODS:
-        yield _listed(f"files of a steady step of {method}", step_files(method, model))
     with tempfile.TemporaryDirectory() as folder, _without_text():
         passed = stops(command_of(folder))
     for name, places in passed.items():

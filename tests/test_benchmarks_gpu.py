@@ -78,18 +78,6 @@ def python(env: dict[str, str], *words) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, timeout=480, check=False, **given)
 
 
-@pytest.mark.slow
-def test_decoding_and_measuring_need_little(tmp_path):
-    code = (
-        "import benchmarks.gpu.measure, benchmarks.gpu.texts, tests.test_gpu, sys, tswift\n"
-        "steps = tswift.generate(tswift.load(device='cpu'), 'The ship', 20, method='ar')\n"
-        "assert sum(len(step.tokens) for step in steps) == 20\n"
-        f"assert not {{*sys.modules}} & {{*{LACKED!r}}}"
-    )
-    done = python(lacking(tmp_path / "site", *LACKED), "-c", code)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_what_is_missing_is_named_at_once(tmp_path, monkeypatch, capsys):
     """And is found in a folder of wheels."""
     monkeypatch.setattr(command, "NEEDED", ("json", "lacked_module", "another_lacked"))

@@ -155,12 +155,9 @@ def test_sampling_is_that_of_tswift(kind, folders, exported):
     [
         {},
         {"top_k": 0, "temperature": 0.6},
-        {"top_k": 7, "min_p": 0.05},
         {"top_p": 0.8},
         {"top_k": 0, "top_p": 0.8, "min_p": 0.15},
         {"top_k": 12, "eta_cutoff": 0.05},
-        {"top_k": 0, "top_p": 0.7, "eta_cutoff": 0.05},
-        {"top_k": 0, "min_p": 0.01, "eta_cutoff": 0.05},
         {
             "top_k": 30,
             "top_p": 0.9,

@@ -55,18 +55,18 @@ def test_a_folder(tmp_path, changes, dtype):
     assert seen.most_nodes is None
 
 
-@pytest.mark.parametrize("heads", [None, *HEAD_TYPES])
-def test_a_shape(tiny_shapes, heads):
-    for model in ("shape:tiny", "shape:tied"):
-        seen = plan_model(ModelConfig(model=model, heads=heads))
-        loaded = load(model, heads=heads)
-        assert seen.loaded_bytes["weights"] == bytes_of(loaded.target.model)
-        assert (seen.heads_count, seen.loaded_bytes["heads"]) == (
-            loaded.heads.count,
-            bytes_of(loaded.heads),
-        )
-        assert loaded.heads.count == shapes.HEADS
-        assert seen.kv_shape.bytes_per_token == loaded.target.kv_shape.bytes_per_token
+@pytest.mark.parametrize(("name", "heads"), [("tiny", None), *(("tied", x) for x in HEAD_TYPES)])
+def test_a_shape(tiny_shapes, name, heads):
+    model = f"shape:{name}"
+    seen = plan_model(ModelConfig(model=model, heads=heads))
+    loaded = load(model, heads=heads)
+    assert seen.loaded_bytes["weights"] == bytes_of(loaded.target.model)
+    assert (seen.heads_count, seen.loaded_bytes["heads"]) == (
+        loaded.heads.count,
+        bytes_of(loaded.heads),
+    )
+    assert loaded.heads.count == shapes.HEADS
+    assert seen.kv_shape.bytes_per_token == loaded.target.kv_shape.bytes_per_token
 
 
 def test_a_configuration_that_does_not_say_how_many_kv_heads(tmp_path):

@@ -344,8 +344,7 @@ def test_what_nothing_reads_is_told(folder, attention):
         load(str(folder), device="cpu", attention=attention)
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa"])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "attention"), [("auto", "auto"), ("bfloat16", "sdpa")])
 def test_fp8_with_scales_of_blocks_is_served_as_floats(folder, tmp_path, dtype, attention):
     pytest.importorskip("accelerate", reason="transformers reads no FP8 without it")
     network = AutoModelForCausalLM.from_pretrained(folder)

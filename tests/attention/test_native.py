@@ -454,11 +454,6 @@ def test_everything_is_done_once(threads):
             assert len(who) <= threads
 
 
-def test_whoever_calls_does_all_where_nobody_helps():
-    done, who = share(20, 1)
-    assert (done, who) == (list(range(20)), {threading.get_native_id()})
-
-
 def test_several_callers_at_a_time():
     found: list[list[int]] = []
     callers = [

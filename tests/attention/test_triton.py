@@ -62,18 +62,8 @@ def test_prefixes(prefix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_head_sizes(dtype):
-    for dim in (8, 80, 256) if dtype == torch.float16 else (16, 32, 96, 128):
-        check(2, 2, dim, 150, 4, dtype, seed=dim)
-
-
-@pytest.mark.slow
-def test_group_sizes():
-    for group in (1, 5, 8):
-        check(2, group, 16, 70, 5, torch.float16, seed=group)
-    check(1, 7, 16, 17, 30, seed=3)
-    check(1, 130, 8, 70, 3, torch.bfloat16)  # more query heads than a program has rows
+def test_more_query_heads_than_a_program_has_rows():
+    check(1, 130, 8, 70, 3, torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -101,21 +91,6 @@ def test_any_mask():
             error(attend(query, keys, values, seen, scale), dense(query, keys, values, seen, scale))
             < TOLERANCE[torch.float16]
         )
-
-
-@pytest.mark.slow
-def test_chunks_need_no_ancestors():
-    half, other = torch.bfloat16, torch.float16
-    for prefix, nodes, dtype in (
-        (0, 1, other),
-        (129, 1, half),
-        (0, 20, half),
-        (129, 20, other),
-        (129, 75, half),
-    ):
-        query, keys, values, _, scale = case(1, 2, 64, prefix, nodes, dtype)
-        out = attend(query, keys, values, None, scale)
-        assert error(out, dense(query, keys, values, None, scale)) < TOLERANCE[dtype]
 
 
 @few
@@ -207,19 +182,6 @@ def test_the_length_is_read_on_the_device(dtype, kind):
         length.fill_(prefix)
         out = pass_(query, *wholes, scale)
         assert error(out, dense(query, keys, values, ancestors, scale)) < TOLERANCE[dtype]
-
-
-@pytest.mark.slow
-def test_the_check_sees_a_wrong_bit():
-    query, keys, values, ancestors, scale = case(1, 2, 64, 100, 9, torch.float16)
-    exact = dense(query, keys, values, ancestors, scale)
-    for row, column in ((8, 3), (8, 6), (5, 8)):
-        wrong = ancestors.clone()
-        wrong[row, column] ^= True
-        differs = (attend(query, keys, values, wrong, scale).double() - exact).abs().amax(
-            (0, 2)
-        ) > 4e-3
-        assert differs.nonzero().flatten().tolist() == [row]
 
 
 def test_what_it_does_not_take():

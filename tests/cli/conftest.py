@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.words import words_of
 from tswift.cli import main
-
-if TYPE_CHECKING:
-    from tswift.loading.model import LoadedModel
-
 
 TEXT = "The ship had lain three days becalmed, and nobody spoke."
 
@@ -64,36 +57,6 @@ def tswift(capfdbinary, tmp_path, monkeypatch) -> Callable[..., Result]:
         return Result(code, captured.out, captured.err.decode())
 
     return run
-
-
-@pytest.fixture(scope="module")
-def load_once() -> Iterator[Callable[..., LoadedModel]]:
-    """For as long as this lasts, no model is loaded twice in the same way, by whoever loads it:
-    what loads them.
-    """
-    import tswift.jobs.job
-    import tswift.jobs.verification
-    import tswift.machine
-    from tswift.loading import model as loading
-
-    real = loading.load_model
-    remembered = functools.cache(loading.load_model)
-
-    def cached(*arguments, **named) -> LoadedModel:
-        try:
-            return remembered(*arguments, **named)
-        except TypeError:  # what cannot be remembered
-            return real(*arguments, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in [
-            module for name, module in sys.modules.items() if name.startswith("tswift.")
-        ]:
-            if getattr(module, "load_model", None) is real:
-                patch.setattr(module, "load_model", cached)
-        # asks git, which takes longer
-        patch.setattr(tswift.machine, "_output", lambda command: None)
-        yield cached
 
 
 @pytest.fixture

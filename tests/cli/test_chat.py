@@ -16,6 +16,8 @@ import pytest
 from tests.serving.server import with_template
 from tests.words import words_of
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 WORDS = "--method ar --seed 1 --temperature 1.5"
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import SENTENCES, make_checkpoint
 from tests.helpers import read_json
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 POSITIONS = 96
 RATES = "--bandwidth 40 --flops 0.1"
 
@@ -41,12 +43,6 @@ def test_generate_ends_where_the_model_does(tswift, small, tmp_path):
         f"--len: {prompt} prompt tokens and {made + 1} new ones need {POSITIONS + 1} positions"
     )
     assert "--len is" not in tswift(*words, f"--len {made} --out {tmp_path}/c").err
-
-
-def test_a_prompt_that_leaves_no_room_is_refused(tswift, small, long_text):
-    tswift(f"generate --model {small} --prompt {long_text}").refused(
-        "--len: ", f"the model has {POSITIONS}"
-    )
 
 
 def test_compare(tswift, small):

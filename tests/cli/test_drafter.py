@@ -19,6 +19,8 @@ from tswift.loading.plan import plan_model
 from tswift.memory import Demand, preflight
 from tswift.models.config import ModelConfig
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -57,27 +59,6 @@ def test_the_text_is_plain_decodings_and_goes_on(method, tswift, model, drafters
     assert (tmp_path / "run" / "tokens.u32").read_bytes() == (
         tmp_path / "ar" / "tokens.u32"
     ).read_bytes()
-
-
-def test_what_is_refused(tswift, model, drafters, tmp_path):
-    for said, reason in (
-        (
-            words(model, "block", f"--drafter {tmp_path}"),
-            f"{tmp_path} holds no drafter: there is no config.json in it",
-        ),
-        (
-            words(model, "block", "--drafter", drafters["eagle"]),
-            "block drafts with a drafter of kind dspark or dflash or dflash2, ",
-        ),
-        (
-            words(model, "block", "--drafter", drafter_folder(tmp_path / "d", "dflash")),
-            f"{tmp_path / 'd'} was made for a vocabulary of 97, the model has",
-        ),
-    ):
-        found = tswift(*said, "--len 9")
-        assert (found.code, found.out) == (2, b"")
-        assert found.err.startswith(f"tswift: error: --drafter: {reason}")
-    assert not (tmp_path / "cwd" / "runs").exists()
 
 
 def test_what_it_needs(model, drafters):

@@ -27,11 +27,8 @@ from tests.jobs.test_prompt import TEMPLATE
 from tests.words import words_of
 from tswift.attention.backends import choose
 from tswift.decoding.pass_costs import PassCosts
-from tswift.sampling.rule import row_type
 
-METHODS = ["ar", "medusa", "tokenswift", "reuse"]
-LENGTH = 61
-FLOAT64 = f"--len {LENGTH} --seed 5 --dtype float64 --temperature 1.3 --min-p 0"
+pytestmark = pytest.mark.usefixtures("load_once")
 
 
 @pytest.fixture
@@ -51,43 +48,6 @@ def tokens_in(folder: Path, name: str = "tokens") -> list[int]:
 
 def record_of(folder: Path):
     return read_json(folder / "run.json")
-
-
-@pytest.mark.slow
-def test_all_methods_make_the_same_files(tswift, words, checkpoint, tmp_path):
-    """The whole text, and the one that a string ends, with its log-probabilities."""
-    for method in METHODS:
-        result = tswift(words, FLOAT64, f"--method {method} --out {tmp_path}/{method}").ok()
-        tokens = tokens_in(tmp_path / method)
-        assert tokens == tokens_in(tmp_path / "ar")
-        assert (
-            result.out
-            == (tmp_path / method / "text.txt").read_bytes()
-            == decoded(checkpoint, tokens).encode()
-        )
-        assert record_of(tmp_path / method)["end"] == {"reason": "length"}
-    assert len(tokens) == LENGTH
-    assert 0 not in tokens  # the end-of-text token is never drawn
-    whole = result.text
-    stop = next(whole[at : at + 3] for at in range(20, 60) if "\ufffd" not in whole[at : at + 3])
-    rows = {}
-    for method in METHODS:
-        out = tmp_path / f"{method}-stopped"
-        ending = ["--stop never --stop", stop, "--logprobs 3"]
-        result = tswift(words, FLOAT64, f"--method {method}", *ending, f"--out {out}")
-        assert "ended at" in result.err
-        assert result.text == (out / "text.txt").read_text() == whole[: whole.index(stop)]
-        run = record_of(out)
-        tokens = tokens_in(out)
-        assert (run["end"], run["state"]) == ({"reason": "stop", "string": stop}, "finished")
-        assert (run["options"]["stop"], run["options"]["logprobs"]) == (["never", stop], 3)
-        assert stop in decoded(checkpoint, tokens)
-        assert stop not in decoded(checkpoint, tokens[:-1]).rstrip("\ufffd")
-        rows[method] = np.fromfile(out / "logprobs.bin", row_type(3))
-        assert len(rows[method]) == len(tokens)
-        np.testing.assert_allclose(rows[method]["warped"], rows["ar"]["warped"], rtol=0, atol=1e-9)
-    again = tswift(f"generate --resume {out}")
-    assert (again.code, again.out, "is finished" in again.err) == (0, b"", True)
 
 
 def test_run_json(tswift, prompt, checkpoint, tmp_path):
@@ -244,27 +204,6 @@ def test_a_closed_pipe_ends_the_run_quietly(words, tmp_path):
 # --- presets and chat models
 
 
-def test_a_preset_where_nothing_is_typed(tswift, words, tmp_path):
-    words += " --no-progress --len 12 --method tokenswift --ngrams 7 --nodes 16 --min-p 0.02"
-    result = tswift(words, f"--preset qwen2.5-7b --out {tmp_path}/a").ok()
-    assert "tswift: preset qwen2.5-7b\n" in result.err
-    record = record_of(tmp_path / "a")
-    sampling = {
-        name: record["sampling"][name]
-        for name in ("min_p", "penalty", "top_p", "window", "temperature")
-    }
-    assert sampling == {
-        "min_p": 0.02,
-        "penalty": 1.15,
-        "top_p": 1.0,
-        "window": 1024,
-        "temperature": 1.0,
-    }
-    assert (record["drafting"]["tree"], record["drafting"]["ngrams"]) == ([1, 3, 3, 3], 7)
-    tswift(words, f"--penalty 1.15 --tree 1,3,3,3 --out {tmp_path}/b").ok()
-    assert tokens_in(tmp_path / "a") == tokens_in(tmp_path / "b")
-
-
 def test_a_preset_with_another_model_and_without_the_hub(tswift, words, prompt, tmp_path):
     more = f"--len 12 --preset llama3.1-8b --method ar --out {tmp_path}/a"
     tswift(f"generate --prompt {prompt}", more).refused(
@@ -404,9 +343,6 @@ def test_what_is_typed_goes_before_the_models_own(tswift, chatty, prompt, tmp_pa
     assert (
         "sampling: temperature 1, min-p 0.05, penalty 1.15 over 1,024 tokens (of preset qwen2.5-7b)"
         in result.err
-    )
-    tswift(words, "--preset qwen2.5-7b --sampling paper").refused(
-        "--sampling: cannot be given together with --preset"
     )
 
 

@@ -80,13 +80,6 @@ def test_heads_of_others(tswift, tmp_path):
         assert medusa["vocab size"] != "-"
 
 
-def test_pickles_and_a_file_that_cannot_be_written(tswift, tmp_path):
-    (tmp_path / "heads.pt").write_bytes(b"x")
-    assert "is a pickle, which could run code" in tswift(f"heads inspect {tmp_path}/heads.pt").err
-    result = tswift(f"heads inspect {tmp_path} --json /nowhere/x.json")
-    assert (result.code, "--json" in result.err) == (2, True)
-
-
 def test_drafters(tswift, tmp_path):
     folder = drafter_folder(tmp_path / "d", "dspark")
     found = said(tswift(f"heads inspect {folder}"))

@@ -4,8 +4,6 @@ or rounded when they were loaded.
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +14,8 @@ from tests.cli.bad_inputs.runs import record as edited
 from tests.cli.conftest import TEXT
 from tests.cli.conftest import tswift as tswift
 from tests.helpers import first, needs_program, read_json
-from tests.jobs.killing import Process
 from tests.models.gguf_files import tiny_model, write_gguf
 from tswift import native_build
-from tswift.forward.cuda import coded
-from tswift.jobs import folder
 from tswift.loading import packing
 
 
@@ -48,35 +43,6 @@ def model(request, checkpoint: Path, tmp_path) -> str:
 
 def tokens(run: Path) -> list[int]:
     return np.fromfile(run / "tokens.u32", "<u4").tolist()
-
-
-@pytest.mark.slow
-def test_killed_and_resumed_and_verified(model, tswift, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_TOKENS", 64)  # the process is forked from this one
-    words = f"generate {model} --prompt-text '{TEXT}' --len 600 --temperature 1.2 --quiet"
-    tswift(words, f"--method ar --out {tmp_path}/plain").ok()
-    process = Process([words, f"--out {tmp_path}/run"], tmp_path / "out")
-    run = tmp_path / "run"
-    while not ((run / "tokens.u32").exists() and tokens(run)) and process.poll() is None:
-        time.sleep(0.005)
-    process.send(signal.SIGKILL)
-    process.wait()
-    killed = len(tokens(run))
-    assert 0 < killed < 600
-    tswift(f"generate --resume {run}").ok()
-    assert tokens(run) == tokens(tmp_path / "plain")
-    record = read_json(run / "run.json")
-    assert record["model"]["quantization"] == ("Q8_0" if "--weights" not in model else "int4")
-    assert record["model"]["exact"] is not None
-
-    result = tswift(f"verify {run}").ok()
-    assert ["violations", "0", "-", "-"] in [line.split() for line in result.text.splitlines()]
-    altered = np.array(tokens(run), "<u4")
-    altered[300] = (altered[300] + 1) % 90
-    altered.tofile(run / "tokens.u32")
-    result = tswift(f"verify {run}")
-    assert result.code == 1
-    assert "violations at generated tokens (from 0) 300" in result.text
 
 
 @pytest.mark.slow
@@ -108,34 +74,6 @@ def test_other_commands(model, tswift, tmp_path):
     if "--weights" not in model:
         known = "--bandwidth 100 --flops 10 --len 100 --prefill 8"
         tswift("roofline", model, known).ok()
-
-
-def test_a_chat(tswift, tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = f"generate --model {file} --chat --prompt-text hello --len 20 --stop-at-eos"
-    result = tswift(words, f"--out {tmp_path}/run").ok()
-    assert "weights quantised (Q8_0)" in result.err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (
-            ["--dtype bfloat16"],
-            "tswift: error: --dtype: is float32 with weights of integers (Q8_0) on cpu; got ",
-        ),
-        (
-            ["--weights int4"],
-            "tswift: error: --weights: is for checkpoints in safetensors with plain weights; ",
-        ),
-    ],
-)
-def test_what_does_not_go_together(words, says, tswift, tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    result = tswift(f"generate --model {file} --prompt-text", TEXT, *words)
-    assert result.code == 2
-    assert result.err.startswith(says)
-    assert result.err.count("\n") == 1
 
 
 MADE_BY = {
@@ -197,19 +135,6 @@ def test_a_run_of_a_gpu_does_not_go_on_here(tswift, tmp_path):
         assert f"{run} was made with kernels' products of integers; here are " in said
 
 
-def test_rows_that_kernels_do_not_take(tswift, tmp_path, monkeypatch):
-    """As it is said on a GPU."""
-    monkeypatch.setattr(coded, "by_kernels", lambda device: True)
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    words = f"generate --model {file} --prompt-text '{TEXT}' --out {tmp_path}/run --device cpu"
-    result = tswift(words)
-    assert result.code == 2
-    assert result.err == (
-        f"tswift: error: --model: {file} has rows of 96; kernels of integers take multiples of 64\n"
-    )
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_a_floor_on_a_gpu_counts_codes_and_scales(kind, tswift):
     """Of LLaMA3.1-8b: 6.98e9 weights in layers, 525e6 in the LM head, which has 8 bits."""
@@ -237,12 +162,3 @@ def test_a_floor_without_a_compiler_counts_floats(tswift, tmp_path, monkeypatch)
     embeddings = network.get_input_embeddings().weight.numel()
     floats = sum(weight.numel() for weight in network.parameters()) - embeddings
     assert result.json["shape"]["weight_bytes"] == 4 * floats
-
-
-def test_a_file_that_is_cut(tswift, tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    file.write_bytes(file.read_bytes()[:-40])
-    result = tswift(f"generate --model {file} --prompt-text", TEXT)
-    assert result.code == 2
-    assert result.err.startswith(f"tswift: error: --model: {file} is truncated: ")
-    assert result.err.count("\n") == 1

@@ -21,8 +21,9 @@ from tswift.jobs.folder import FINISHED, RunFolder, SaveFailed, read_record
 from tswift.jobs.job import Signals
 from tswift.loading import model as loading
 from tswift.loading.model import LoadedModel
-from tswift.options import parse_shard
 from tswift.serving.requests import parse
+
+pytestmark = pytest.mark.usefixtures("load_once")
 
 LINES = [
     {"prompt": "The ship had lain three days becalmed,", "id": "sea", "seed": 4},
@@ -316,23 +317,3 @@ def test_a_folder_keeps_to_its_file_and_options(prompts, tmp_path):
     (tmp_path / "other" / "mine.txt").write_text("")
     with refused("is not empty"):
         Batch(prompts, tmp_path / "other", {}).claim()
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--shard 3/2"], "--shard: wants I/N, the Ith of N shards, got '3/2'"),
-        (["--prompt-text a"], "--prompt-text: is for one text; with --prompts there are many"),
-        (["--verify"], "--verify: is for one text"),
-        (["--parallel 65"], "--parallel: must be between 1 and 64, got 65"),
-        (["--resume x"], "--resume: cannot be given together with --prompts"),
-    ],
-)
-def test_what_does_not_go_together(tswift, words, more, message, tmp_path):
-    tswift(words, tmp_path / "out", *more).refused(message)
-
-
-def test_a_shard_is_of_many(tswift):
-    assert "--shard: goes with --prompts" in tswift("generate --shard 1/2").err
-    assert "--out: is required with --prompts" in tswift("generate --prompts a.jsonl").err
-    assert parse_shard("2/3") == (2, 3)

@@ -12,6 +12,8 @@ from tests.cli.conftest import Tswift
 from tests.helpers import read_json
 from tests.jobs.killing import result
 
+pytestmark = pytest.mark.usefixtures("load_once")
+
 
 @pytest.fixture
 def words(checkpoint: Path, prompt: Path) -> str:

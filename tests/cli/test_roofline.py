@@ -17,15 +17,6 @@ MEASURED = Path(__file__).parents[2] / "results" / "h100" / "figures-simulated.j
 LLAMA = "roofline --model shape:llama3.1-8b --device"
 
 
-def test_the_papers_table_2(tswift):
-    result = tswift(f"{LLAMA} a100-80g")
-    assert (result.code, result.err) == (0, "")
-    lines = [" ".join(line.split()) for line in result.text.splitlines()]
-    assert "loading time of the weights 7.4 ms" in lines
-    assert "computing time of a node at 131,072 tokens 0.3 ms" in lines
-    assert "Roofline: shape:llama3.1-8b, bfloat16, a100-80g" in lines
-
-
 def test_on_a_device_that_was_measured_passes_are_reckoned(tswift):
     """Those of 1 to 16 nodes that were measured there are as long as that."""
     words = f"{LLAMA} h100 --context 4096,100000 --nodes 1"
@@ -39,16 +30,6 @@ def test_on_a_device_that_was_measured_passes_are_reckoned(tswift):
         assert reckoned[context] == pytest.approx(measured, rel=0.08)
     assert "reckoned, not measured" in tswift(words).text
     assert "reckoned" not in tswift(f"{LLAMA} a100-80g --json -").text
-
-
-def test_json_of_a_job(tswift):
-    job = "--len 50000 --prefill 2048 --context 1000,2_000 --nodes 1,8,20"
-    record = tswift(f"{LLAMA} a100-80g", job, "--json -").json
-    about = {name: record[name] for name in ("kind", "device", "dtype", "prefill", "length")}
-    assert [*about.values()] == ["roofline", "a100-80g", "bfloat16", 2048, 50_000]
-    assert [(each["context"], each["nodes"]) for each in record["passes"]] == [
-        (context, nodes) for context in (1000, 2000) for nodes in (1, 8, 20)
-    ]
 
 
 def test_a_folder_as_far_as_it_goes_and_this_machine(tswift, checkpoint, monkeypatch):

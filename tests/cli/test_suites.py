@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import shutil
 from pathlib import Path
 
 import pytest
@@ -119,25 +118,8 @@ def test_options_that_a_suite_does_not_vary_count(small):
 
 def test_a_small_model_with_too_few_positions_is_left_out(small, tmp_path):
     short = make_checkpoint(tmp_path / "short", num_hidden_layers=1, max_position_embeddings=16)
-    small("table1", f"--out s --no-plots --draft-model {short}").ok()
+    result = small("table1", f"--out s --no-plots --draft-model {short}").ok()
     missing = {each["label"]: each["why"] for each in read_json(Path("s/suite.json"))["missing"]}
     why = "8 prompt tokens and 12 new ones need 20 positions, the draft model has 16"
     assert missing == {"triforce": why, "standalone": why}
-
-
-def test_what_cannot_run_is_left_out_and_said(small, checkpoint, tmp_path):
-    bare = shutil.copytree(checkpoint, tmp_path / "bare")
-    (bare / "heads.safetensors").unlink()
-    result = small("table3", f"--out s --no-plots --model {bare}").ok()
-    assert "medusa is left out: medusa drafts with heads and the model has none" in result.err
-    missing = [each["label"] for each in read_json(Path("s/suite.json"))["missing"]]
-    assert missing == ["medusa", "triforce", "standalone", "tokenswift"]
-    assert (
-        "Left out: triforce, since triforce drafts with a smaller model, and none is loaded"
-        in Path("s/suite.md").read_text()
-    )
-    small("table12", f"--out t --no-plots --model {bare}").refused(
-        "--suite: table12 cannot run on this model: tokenswift drafts with heads and the model "
-        "has none"
-    )
-    assert not Path("t").exists()
+    assert f"triforce is left out: {why}" in result.err

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -140,13 +138,3 @@ def test_texts_beyond_the_models_positions(tswift, tiny):
     result = tswift(*words_of(tiny, "--alpha-tokens 2048 --quiet"))
     told = "tswift: error: --alpha-tokens: must be below the model's 2,048 positions\n"
     assert (result.code, result.err) == (2, told)
-
-
-def test_a_mistyped_option_does_not_wait_for_torch():
-    code = "import sys; from tswift.cli import main; "
-    code += "codes = main('train --corpus x --kind odd'.split()), "
-    code += "main('train --corpus x --lr 0'.split()); "
-    code += "sys.exit(codes != (2, 2) or 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == 2

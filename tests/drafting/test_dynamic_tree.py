@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzzing import few
 from tests.helpers import (
     decode_method,
     decode_steps,
@@ -199,28 +198,6 @@ def steps_of(
     return steps
 
 
-@pytest.mark.slow
-@few
-@given(
-    st.sampled_from(["streaming", "dynamic", "partial", "snapkv"]),
-    st.integers(1, 12),
-    st.integers(2, 20),
-    st.booleans(),
-    st.integers(0, 1000),
-)
-def test_cascades_change_no_token(kv, gamma, nodes, shared, seed):
-    steps_of(
-        "cascade",
-        random_prompt(70, seed),
-        seed,
-        40,
-        kv=kv,
-        gamma=gamma,
-        nodes=nodes,
-        shared_noise=shared,
-    )
-
-
 def test_a_cascade_over_everything_drafts_what_will_be_drawn():
     # it goes on as long as that pays, which with these random heads is not long; and all of its
     # chain is accepted
@@ -253,13 +230,6 @@ def test_a_cascade_decodes_more_where_its_passes_cost_less(heads, monkeypatch):
         steps = steps_of("cascade", random_prompt(80, 6), 1, 50, heads, costs, recall=0, nodes=24)
         found.append(len(passes) / len(steps))
     assert found[0] > found[1]
-
-
-@pytest.mark.parametrize("method", ["medusa", "tokenswift", "cascade"])
-def test_no_more_is_drafted_than_is_wanted(method):
-    options = {} if method == "cascade" else {"tree": "auto"}
-    for length in (1, 2, 3):
-        steps_of(method, random_prompt(70, 1), 1, length, **options)
 
 
 @pytest.mark.slow

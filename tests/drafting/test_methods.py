@@ -33,7 +33,7 @@ from tswift.decoding.loop import Decoding
 from tswift.decoding.pass_costs import NOMINAL
 from tswift.drafting.adaptive import AdaptiveDrafter
 from tswift.drafting.chains import DraftModel, PartialDraftModel, SmallDraftModel
-from tswift.drafting.methods import _filled, cache_slots, make_drafter, resolve, used, usual_nodes
+from tswift.drafting.methods import _filled, cache_slots, make_drafter, resolve, usual_nodes
 from tswift.drafting.options import FULL, KV, DraftOptions, find_method
 from tswift.forward.adapting import wrap_model
 from tswift.forward.target import Target
@@ -59,25 +59,6 @@ def test_ngrams_are_looked_for_where_heads_leave_room():
         resolve("tokenswift", tiny_target(), tiny_heads(), replace(options, nodes=9))
     cuda = SimpleNamespace(**{**vars(tiny_target()), "device": CUDA})
     assert not _filled(cuda, (1, 2, 2, 2), 8)
-
-
-def test_options_that_are_not_looked_at():
-    full = DraftOptions(kv="full")
-    assert used(find_method("tokenswift"), full) == used(
-        find_method("tokenswift"), DraftOptions()
-    ) - {"budget", "sinks"}
-    assert "budget" not in used(find_method("medusa"), full)
-    ngrams = {"ngrams", "reuse_recent"}
-    assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree=(1, 3)))
-    assert ngrams <= used(find_method("tokenswift"), DraftOptions(tree="auto", recall=0))
-    for recall in (None, 1):
-        assert not ngrams & used(
-            find_method("tokenswift"), DraftOptions(tree="auto", recall=recall)
-        )
-    assert {"gamma", "budget", "inner_gamma"} <= used(find_method("triforce"), DraftOptions())
-    for method in ("medusa", "tokenswift"):
-        assert {"costs", "recall"} <= used(find_method(method), DraftOptions(tree="auto"))
-        assert not {"costs", "recall"} & used(find_method(method), DraftOptions(tree=(1, 1)))
 
 
 def model(device: torch.device = CPU, groups: int = LLAMA, most_nodes: int | None = None):
@@ -280,7 +261,7 @@ def test_no_cache_outlives_its_decode(where, method, monkeypatch):
 
     def begun() -> Decoding:
         drafter = make_drafter(method, target, *models)
-        return Decoding(target, random_prompt(40, vocab=VOCAB), PLAIN, 3, drafter, 60)
+        return Decoding(target, random_prompt(20, vocab=VOCAB), PLAIN, 3, drafter, 20)
 
     begun()  # what is made once stays
     assert not outlived(monkeypatch, endings(begun))

@@ -248,26 +248,6 @@ def test_the_wrong_kind_of_drafter_or_none_is_refused(tmp_path):
             find_drafter(drafter_folder(tmp_path, "dflash")).load(target)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", KINDS[:3])
-def test_a_round_is_a_graph(layout, tmp_path, monkeypatch):
-    """Captures are emulated on the CPU: what would wait for the device within a round is refused
-    there.
-    """
-    steps = []
-    for captured in (False, True):
-        target = Target(deepcopy(qwen3()), capture.StaticAttention)
-        if captured:
-            capture.emulate(monkeypatch.setattr)
-            target.runner.graphs = Graphs(CPU)
-        find_drafter(drafter_folder(tmp_path, layout)).load(target)
-        steps.append(decode_steps(target, drafter_of(layout, target), PROMPT, PENALISED, 3, 16))
-        assert target.fallbacks.graph_fault is None
-    host, device = ([(step.tokens, step.nodes) for step in each] for each in steps)
-    assert device == host
-    assert tokens_of(steps[1]) == plain(PENALISED)[:16]
-
-
 @pytest.mark.parametrize("layout", KINDS[1:])
 def test_auto_takes_it_as_one_of_its_arms(layout):
     # fewer than others bring meanwhile

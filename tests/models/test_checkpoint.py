@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from copy import deepcopy
 from pathlib import Path
@@ -41,6 +42,7 @@ def folder(checkpoint: Path, tmp_path) -> Path:
     return shutil.copytree(checkpoint, tmp_path / "m")
 
 
+@functools.cache
 def _logits(model: Path) -> torch.Tensor:
     target = load(str(model), dtype="float64").target
     with torch.inference_mode():

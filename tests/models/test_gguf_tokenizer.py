@@ -29,7 +29,6 @@ BYTES = [  # GPT-2's letters for them
 ]
 SPACE = "\u0120"
 USER = "<\uff5cUser\uff5c>"  # letters that no byte has
-PRE = "tokenizer.ggml.pre"
 
 
 def vocabulary(

@@ -17,7 +17,7 @@ from tswift.models.checkpoint import SHAPES, shape_config
 from tswift.models.config import SHAPE_PREFIX
 from tswift.models.config import SHAPES as NAMES
 from tswift.models.hashes import fingerprint_of
-from tswift.models.shapes import Shape, shape_of
+from tswift.models.shapes import shape_of
 
 # weights, as the model cards on the hub count them, and bytes of a token's keys and values
 PUBLISHED = {
@@ -47,14 +47,6 @@ def test_published_sizes(name):
     recurrent = shape.states is not None
     assert shape.head_dim == (256 if recurrent else 128)
     assert shape.state_bytes // 2 >> 20 == {"qwen3.5-9b": 49, "qwen3.5-27b": 146}.get(name, 0)
-
-
-def test_costs_of_a_shape_worked_by_hand():
-    shape = Shape(
-        100, 80, hidden_size=8, layers=2, query_heads=4, kv_heads=1, head_dim=3, itemsize=2
-    )
-    assert (shape.weight_bytes, shape.kv_bytes) == (160, 2 * 2 * 1 * 3 * 2)
-    assert shape.flops(10) == 2 * 80 + 2 * 2 * 10 * 4 * 3 * 2
 
 
 @pytest.mark.parametrize("config", [MixtralConfig(), Qwen3MoeConfig()])

@@ -109,31 +109,6 @@ def test_gumbel_is_finite_and_ordered_at_the_extreme_bit_patterns(monkeypatch):
     assert noise[0, -1] == pytest.approx(53 * math.log(2))
 
 
-def test_noise_is_uniform_in_every_byte_and_gumbel_distributed():
-    bits = noise_bits(5, range(40), torch.arange(5000)).flatten()
-    for shift in range(0, 64, 8):
-        counts = torch.bincount((bits >> shift) & 255, minlength=256)
-        assert stats.chisquare(counts.numpy()).pvalue > 1e-4, shift
-    assert (
-        stats.kstest(
-            gumbel(5, range(4), torch.arange(5000)).flatten().numpy(), stats.gumbel_r.cdf
-        ).pvalue
-        > 1e-3
-    )
-
-
-def test_noise_of_neighbouring_seeds_positions_and_tokens_is_independent():
-    bits = torch.stack([noise_bits(seed, range(60), torch.arange(80)) for seed in range(40)])
-    block = (bits.double() / 2.0**64 + 0.5).numpy()
-    for axis, lag in product((0, 1, 2), (1, 2, 16)):
-        size = block.shape[axis]
-        first = block.take(range(size - lag), axis).ravel()
-        second = block.take(range(lag, size), axis).ravel()
-        assert stats.pearsonr(first, second).pvalue > 1e-4, (axis, lag)
-        grid = stats.contingency.crosstab((first * 8).astype(int), (second * 8).astype(int)).count
-        assert stats.chi2_contingency(grid).pvalue > 1e-4, (axis, lag)
-
-
 def test_a_value_out_of_range_or_of_another_type_is_refused_by_name():
     """The others are in tests/jobs/test_config.py."""
     wrong: list[tuple[str, Any]] = [

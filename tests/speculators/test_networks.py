@@ -288,12 +288,6 @@ def test_taps_by_every_convention(tmp_path):
         ("dspark", {}, {"layers.1.mlp.up_proj.weight": None}, "lacks layers.1.mlp.up_proj.weight"),
         (
             "dspark",
-            {},
-            {"markov_head.markov_w1.weight": None},
-            "lacks markov_head.markov_w1.weight",
-        ),
-        (
-            "dspark",
             {"markov_rank": 0},
             {},
             "has confidence_head.proj.weight of shape [1, 40], where [1, 32] belongs",
@@ -352,12 +346,6 @@ def test_taps_by_every_convention(tmp_path):
             {},
             {"midlayer.hidden_norm.weight": None},
             "lacks midlayer.hidden_norm.weight",
-        ),
-        (
-            "eagle-speculators",
-            {},
-            {"layers.0.hidden_norm.weight": None},
-            "lacks layers.0.hidden_norm.weight",
         ),
         (
             "dflash2-speculators",

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import tswift
-from tests.helpers import first, read_json, refused
+from tests.helpers import first, read_json, refused, tokens_of
 from tests.jobs.killing import signals_heard
 from tests.ranks import on_ranks
 from tests.training.tiny import Tiny
@@ -103,15 +103,11 @@ def test_what_is_trained_learns_and_drafts_for_its_model(tiny, tmp_path, changes
     del weights_kept["draft_ids"]
     assert {value.dtype for value in weights_kept.values()} == {torch.bfloat16}
     model = tswift.load(config.model, dtype="float64", heads=str(tmp_path / "out" / HEADS))
-    texts = [
-        [
-            token
-            for step in tswift.generate(model, "the ship", 40, method=each)
-            for token in step.tokens
-        ]
+    plain, drafted = (
+        tokens_of(tswift.generate(model, "the ship", 40, method=each))
         for each in ("ar", "tokenswift")
-    ]
-    assert texts[0] == texts[1]
+    )
+    assert drafted == plain
     assert (Path(config.model) / "model.safetensors").read_bytes() == weights
 
 
@@ -134,24 +130,6 @@ def whole(tiny: Tiny, tmp_path_factory) -> Path:
     return Path(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("signals_heard")
-@pytest.mark.parametrize("number", first(1, [signal.SIGHUP, signal.SIGTERM]))
-def test_stopped_by_a_signal_and_gone_on_with(tiny, whole, tmp_path, number):
-    out = tmp_path / "out"
-    config = config_of(tiny)
-    outcome = train(config, out, StopAt(3, number))
-    assert (outcome.steps, outcome.signum, outcome.after) == (3, number, None)
-    assert read_json(out / RECORD)["state"] == "interrupted"
-    assert not (out / HEADS).exists()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    outcome = resume(out)
-    assert (outcome.steps, outcome.signum) == (STEPS, None)
-    same(out, whole)
-    assert not [path for path in out.iterdir() if path.is_dir() or path.name.endswith(".new")]
-    assert resume(out) == outcome  # finished: nothing to do
-
-
 @pytest.mark.usefixtures("signals_heard")
 def test_stopped_within_a_step_and_gone_on_with(tiny, whole, tmp_path, monkeypatch):
     batch = Documents.batch
@@ -164,10 +142,17 @@ def test_stopped_within_a_step_and_gone_on_with(tiny, whole, tmp_path, monkeypat
         return batch(self, rows, length, key)
 
     monkeypatch.setattr(Documents, "batch", interrupted)
-    assert train(config_of(tiny), tmp_path / "out").steps == 2
-    resume(tmp_path / "out")
+    out = tmp_path / "out"
+    outcome = train(config_of(tiny), out)
+    assert (outcome.steps, outcome.signum, outcome.after) == (2, signal.SIGINT, None)
+    assert not (out / HEADS).exists()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    outcome = resume(out)
+    assert (outcome.steps, outcome.signum) == (STEPS, None)
     assert keys == [(0, number) for number in range(10)]  # none passes the model twice
-    same(tmp_path / "out", whole)
+    same(out, whole)
+    assert not [path for path in out.iterdir() if path.is_dir() or path.name.endswith(".new")]
+    assert resume(out) == outcome  # finished: nothing to do
 
 
 def test_minutes_include_evaluation(tiny, tmp_path, monkeypatch):

@@ -23,11 +23,11 @@ from tswift.cli.output import (
 )
 from tswift.drafting.options import DraftOptions
 from tswift.errors import DecodeError, InputError, renaming
-from tswift.jobs.batch import Batch, Task, is_batch, reopen
+from tswift.jobs.batch import MOST_TEXTS, Batch, Task, is_batch, reopen
 from tswift.jobs.config import RunConfig, TextConfig
 from tswift.jobs.folder import read_record
 from tswift.models.config import ModelConfig, refuse_missing_heads
-from tswift.options import parse_shard
+from tswift.options import Option, checked, parse_shard
 from tswift.sampling.parameters import SamplingParams
 
 if TYPE_CHECKING:
@@ -166,6 +166,7 @@ def _many(
     if resume is None and "out" not in typed.values:
         raise InputError("is required with --prompts", "out")
     chosen = parse_shard(shard or "1/1")
+    checked(int | None, parallel, "parallel", Option("", least=1, most=MOST_TEXTS))
     if resume is None:
         assert prompts is not None
         batch = Batch(prompts, typed.values["out"], typed.values)

@@ -14,7 +14,7 @@ from tswift.errors import InputError
 from tswift.forward.target import Ask, Target, Verified
 
 R = TypeVar("R")
-_USUAL, _MOST = 8, 64  # texts
+_USUAL = 8  # texts
 Work = Generator[Ask[Any] | None, Verified[Any] | None, R]
 
 
@@ -33,12 +33,10 @@ def texts_at_once(target: Target, asked: int | None = None) -> int:
     """How many texts share passes: as asked for, else as many as usually pay.
 
     Raises:
-        InputError: texts cannot share passes of this model, or there are to be none.
+        InputError: texts cannot share passes of this model.
     """
     if asked is None:
         return _USUAL if target.apart is None else 1
-    if asked < 1 or asked > _MOST:
-        raise InputError(f"must be between 1 and {_MOST}, got {asked}", "parallel")
     if asked > 1 and target.apart is not None:
         raise InputError(f"must be 1, as {target.apart}", "parallel")
     return asked

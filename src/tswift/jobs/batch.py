@@ -48,6 +48,7 @@ BATCH = "batch.json"
 OUT = "out.jsonl"
 _OWN = {"len": "length", **FIELDS}  # of a line
 _DEFAULTS = 2  # a number in ``batch.json`` for the defaults of options that are not in it
+MOST_TEXTS = 64  # at once
 _TOLD = 5  # bad lines that are named
 _PLACES = 6  # digits of a run's name: its line
 _PATIENCE = 60.0  # seconds that another process may take to write what all share

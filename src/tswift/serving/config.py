@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tswift.drafting.options import LOADED, DraftOptions, find_method
 from tswift.errors import InputError
+from tswift.jobs.batch import MOST_TEXTS
 from tswift.jobs.config import RunConfig
 from tswift.options import Values, check_options, option
 
@@ -40,6 +41,8 @@ class ServeConfig:
         "Requests decoded at once, in passes that they share; each text is the same as alone.",
         panel=_PANEL,
         shown="8, where passes can be shared",
+        least=1,
+        most=MOST_TEXTS,
     )
     queue: int = option(
         8,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.bad_inputs.case import Case, World, generate
+from tests.cli.bad_inputs.case import Case, World, generate, words_of
 from tests.helpers import read_json
 
 Change = Callable[[Path], object]
@@ -131,16 +131,6 @@ def _pickled(folder: Path):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(folder.parent / MARKER)))
 
 
-def _pickled_shards(folder: Path):
-    _pickled(folder)
-    (folder / "pytorch_model.bin").rename(folder / "pytorch_model-00001-of-00001.bin")
-    index = {
-        "metadata": {},
-        "weight_map": {"model.norm.weight": "pytorch_model-00001-of-00001.bin"},
-    }
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-
-
 def _code(**values) -> Change:
     """Code in the folder that the configuration wants run, and other values."""
 
@@ -156,7 +146,6 @@ def _code(**values) -> Change:
 _AUTO = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}
 _DEEP = b"[" * 100_000 + b"]" * 100_000
 _NORM = "model.norm.weight"
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 def _elsewhere(shard) -> Change:
@@ -259,59 +248,14 @@ _ELSEWHERE = {
 }
 
 
-_WORDS: dict[str, Callable[[World, Path], list[object]]] = {
-    "generate": lambda world, folder: generate(world, "--model", folder),
-    "draft": lambda world, folder: generate(
-        world, "--method", "standalone", "--draft-model", folder
-    ),
-    "verify": lambda world, folder: ["verify", world.run, "--model", folder],
-    "roofline": lambda world, folder: [
-        *[
-            "roofline",
-            "--bandwidth",
-            100,
-            "--flops",
-            10,
-            "--len",
-            100,
-            "--prefill",
-            8,
-            "--model",
-            folder,
-        ]
-    ],
-    "compare": lambda world, folder: [
-        "compare",
-        "--prompt",
-        world.prompt,
-        "--len",
-        4,
-        "--model",
-        folder,
-    ],
-    "bench": lambda world, folder: [
-        *[
-            "bench",
-            "--prompts",
-            world.prompt,
-            "--prefill",
-            8,
-            "--lens",
-            4,
-            "--out",
-            "new/run",
-            "--model",
-            folder,
-        ]
-    ],
-}
-
-
 def _case(command: str, name: str) -> Case:
     def words(world: World) -> list[object]:
         folder = shutil.copytree(world.model, world.here / "model")
         CHANGES[name](folder)
-        return _WORDS[command](world, folder)
+        if command == "draft":
+            return generate(world, "--method", "standalone", "--draft-model", folder)
+        fine = "verify RUN" if command == "verify" else command
+        return words_of(world, fine, "--model", folder, without=["--model"])
 
     option = (
         "--draft-model" if command == "draft" else "--prompt" if "ids beyond" in name else "--model"

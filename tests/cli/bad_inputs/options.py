@@ -65,6 +65,7 @@ TOGETHER = {
         --method tokenswift --gamma 4 | --gamma
         --method standalone | --draft-model
         --method medusa --draft-model RUN | --draft-model
+        --method block --drafter RUN | --drafter
         --method medusa --tree 1,1,1,1 | --tree
         --attention flash --dtype bfloat16 | --attention
         --attention triton --dtype float64 | --attention
@@ -81,6 +82,9 @@ TOGETHER = {
         --keep-special-tokens --skip-special-tokens | --skip-special-tokens: is given both ways
         --no-stop-at-eos --stop-at-eos | --stop-at-eos: is given both ways
         --skip-too-long | --skip-too-long: goes with --prompts
+        --shard 1/2 | --shard: goes with --prompts
+        --parallel 2 | --parallel: goes with --prompts
+        --preset qwen2.5-7b --sampling paper | --sampling: cannot be given together with --preset
     """,
     "compare": """
         --methods ar,standalone | --draft-model
@@ -152,6 +156,12 @@ TOGETHER = {
         train | --corpus
         train-draft --corpus x | train-draft is gone: python -m recipes.draft
         train --resume /nowhere | --resume
+        generate --prompts a.jsonl | --out: is required with --prompts
+        generate --prompts a --out b --shard 3/2 | --shard: wants I/N, the Ith of N shards, got
+        generate --prompts a --out b --prompt-text c | --prompt-text: is for one text
+        generate --prompts a --out b --verify | --verify: is for one text
+        generate --prompts a --out b --parallel 65 | --parallel: must be between 1 and 64, got 65
+        generate --prompts a --out b --resume c | --resume: cannot be given together with --prompts
         heads nope | nope
         heads inspect | file
         heads inspect /nowhere | /nowhere
