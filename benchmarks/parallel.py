@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,20 @@ ASKED = (
     "Give advice to a young painter.",
 )
 LLAMA, ALONE, BESIDE = "llama.cpp", "tswift, one after another", "tswift"
+# serves a file with a slot for each text, until a signal comes; in an environment without tswift
+_SERVE_LLAMA = """
+import sys, time, xllamacpp
+file, texts, positions, threads = sys.argv[1], *map(int, sys.argv[2:])
+wanted = xllamacpp.CommonParams()
+wanted.model.path = file
+wanted.n_parallel = texts
+wanted.n_ctx = texts * positions
+wanted.cpuparams.n_threads = wanted.cpuparams_batch.n_threads = threads
+running = xllamacpp.Server(wanted)
+print(running.listening_address, flush=True)
+while True:
+    time.sleep(1)
+"""
 _BOOK = Path(__file__).parents[1] / "prompts" / "long-novel.txt"
 
 
@@ -63,21 +78,6 @@ def server(words: list[str]) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def serve_llama(file: str, texts: int, positions: int) -> None:
-    """Serve a file by llama.cpp, with a slot for each text, until a signal comes."""
-    import xllamacpp  # type: ignore[import-not-found]
-
-    wanted = xllamacpp.CommonParams()
-    wanted.model.path = file
-    wanted.n_parallel = texts
-    wanted.n_ctx = texts * positions
-    wanted.cpuparams.n_threads = wanted.cpuparams_batch.n_threads = 2
-    running = xllamacpp.Server(wanted)
-    print(running.listening_address, flush=True)
-    while True:
-        time.sleep(1)
 
 
 def ask(url: str, body: dict[str, Any]) -> int:
@@ -123,10 +123,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--serve", nargs=2, type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.serve:
-        serve_llama(asked.file, *asked.serve)
     counts = [int(count) for count in asked.texts.split(",")]
     most = max(counts)
     book = _BOOK.read_text()
@@ -147,7 +144,8 @@ def main() -> None:
             ]
         if asked.python:
             positions = asked.tokens + 2 * asked.prefill + 200
-            words = [asked.python, __file__, asked.file, "--serve", str(most), str(positions)]
+            numbers = [most, positions, os.cpu_count() or 1]
+            words = [asked.python, "-c", _SERVE_LLAMA, asked.file, *map(str, numbers)]
             ways.append((LLAMA, stack.enter_context(server(words)), {}))
         for name, url, more in ways:
             turn(url, prompts, argparse.Namespace(**{**vars(asked), "tokens": 2}), more)
@@ -173,8 +171,7 @@ def main() -> None:
                 },
             }
         )
-    table = markdown(rows)
-    print(table)
+    print(markdown(rows))
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
         import torch
@@ -185,9 +182,8 @@ def main() -> None:
             "environment": environment(torch.device("cpu")),
             "samples": samples,
         }
-        name = f"after-{asked.prefill}"
-        (asked.out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (asked.out / f"{name}.md").write_text(f"{table}\n")
+        file = asked.out / f"after-{asked.prefill}.json"
+        file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -68,5 +68,5 @@ def test_functions_of_recurrent_layers(name):
     run = SimpleNamespace(convolve=answer, recur=answer, scan=answer)
     rows = drawn(2 if name == "causal_conv1d_fn" else 5, 3)
     named: dict[str, Any] = {"D": rows[0], "dt_bias": rows[1], "dt_limit": (0.0, 1.0)}
-    found, more = (recurrent._OURS[name](run, *rows, **named, **newer) for newer in ({}, NEWER))
+    found, more = (recurrent._OURS[name]([run], *rows, **named, **newer) for newer in ({}, NEWER))
     assert torch.equal(*(out[0] if name.endswith("delta_rule") else out for out in (found, more)))

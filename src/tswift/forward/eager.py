@@ -373,7 +373,9 @@ class EagerRunner:
 
     @property
     def most_rows(self) -> int | None:
-        """As :attr:`~tswift.forward.target.Target.most_rows`."""
+        """Most rows of a pass over several texts, in which each has the bits that it has alone;
+        None where a text has a pass of its own.
+        """
         target = self.target
         return None if target.on_cuda or target.backend.STATIC else target.fixed_rows
 

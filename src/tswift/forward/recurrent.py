@@ -320,7 +320,10 @@ def _recur(
     beta: Tensor,
     **_: object,
 ) -> tuple[Tensor, None]:
-    return _joined(runs, 1, StatePass.recur, query, key, value, g, beta), None
+    def recurred(run: StatePass, *own: Tensor) -> Tensor:
+        return run.recur(*own)
+
+    return _joined(runs, 1, recurred, query, key, value, g, beta), None
 
 
 def _scan(
