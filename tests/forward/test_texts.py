@@ -70,7 +70,7 @@ class Text(NamedTuple):
             buffer[:, :, : self.held] = buffer[:, :, : self.held].roll(self.seed, 2)
         return kv
 
-    def ask(self, target: Target, kv: FullKV) -> Ask[int]:
+    def ask(self, target: Target, kv: FullKV) -> Ask:
         tree = random_tree(self.nodes, Random(self.seed), VOCAB)
         places = [*range(self.nodes)] if self.chain else tree.depths
         ancestors = None if self.chain else tree.ancestors()
@@ -103,7 +103,7 @@ texts = st.lists(
 partitions = st.lists(st.booleans(), min_size=6, max_size=6)  # after which texts a round ends
 
 
-def found_by(text: Text, target: Target, kv: FullKV, verified: Verified[int]) -> list[Tensor]:
+def found_by(text: Text, target: Target, kv: FullKV, verified: Verified) -> list[Tensor]:
     """All that a text has of a pass: its result, what was written, and what a commit makes."""
     forwarded = verified.forwarded
     end = kv.length + text.nodes
@@ -155,7 +155,7 @@ def test_texts_have_their_bits_by_pytorch(kind, dtype, wanted, ends):
     same_bits(exact_target(kind, dtype), wanted, ends)
 
 
-def asked(target: Target, *texts: Text) -> list[Ask[int]]:
+def asked(target: Target, *texts: Text) -> list[Ask]:
     return [text.ask(target, text.cache(target)) for text in texts]
 
 

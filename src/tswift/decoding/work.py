@@ -8,19 +8,19 @@ one to its end; :func:`side_by_side` does several, and is the only loop over tex
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tswift.errors import InputError
 from tswift.forward.target import Ask, Target, Verified
 
 R = TypeVar("R")
 _USUAL = 8  # texts
-Work = Generator[Ask[Any] | None, Verified[Any] | None, R]
+Work = Generator[Ask | None, Verified | None, R]
 
 
 def alone(work: Work[R]) -> R:
     """Do work whose passes nobody shares."""
-    answer: Verified[Any] | BaseException | None = None
+    answer: Verified | BaseException | None = None
     while True:
         try:
             ask = _go_on(work, answer)
@@ -56,10 +56,10 @@ def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> No
         BaseException: the first error of any. What is under way goes on to its end before, unless
             it was an interrupt, which goes to all.
     """
-    asks: dict[Work[None], Ask[Any] | None] = {}
+    asks: dict[Work[None], Ask | None] = {}
     failed: BaseException | None = None
 
-    def go_on(work: Work[None], answer: Verified[Any] | BaseException | None) -> None:
+    def go_on(work: Work[None], answer: Verified | BaseException | None) -> None:
         nonlocal failed
         try:
             asks[work] = _go_on(work, answer)
@@ -97,18 +97,18 @@ def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> No
         raise failed
 
 
-def _go_on(work: Work[R], answer: Verified[Any] | BaseException | None) -> Ask[Any] | None:
+def _go_on(work: Work[R], answer: Verified | BaseException | None) -> Ask | None:
     """Let work go on with what its pass came to, or the error that there was."""
     return work.throw(answer) if isinstance(answer, BaseException) else work.send(answer)
 
 
-def _answers(asks: Sequence[Ask[Any]]) -> Sequence[Verified[Any] | BaseException]:
+def _answers(asks: Sequence[Ask]) -> Sequence[Verified | BaseException]:
     """What passes come to; an error concerns all of a target."""
-    found: dict[int, Verified[Any] | BaseException] = {}
+    found: dict[int, Verified | BaseException] = {}
     for target in {id(ask.target): ask.target for ask in asks}.values():
         own = [place for place, ask in enumerate(asks) if ask.target is target]
         try:
-            answers: Sequence[Verified[Any] | BaseException] = target.verify(
+            answers: Sequence[Verified | BaseException] = target.verify(
                 [asks[place] for place in own]
             )
         except BaseException as error:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from tswift.forward.hf import (
     output_rule,
 )
 from tswift.forward.passes import Forwarded, Nodes, T
+from tswift.sampling.sampler_c import Drawn
 
 
 class Target(WrappedModel):
@@ -174,7 +175,7 @@ class Target(WrappedModel):
         """
         return self.runner.forward(nodes)
 
-    def verify(self, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+    def verify(self, asks: Sequence[Ask]) -> list[Verified]:
         """As :meth:`forward`, for several texts with a cache each, in as few passes as keep their
         bits; with the logits, and what is drawn from them.
         """
@@ -201,7 +202,7 @@ class Target(WrappedModel):
 
 
 @dataclass(frozen=True)
-class Ask(Generic[T]):
+class Ask:
     """What one text wants of a pass, which other texts may share.
 
     Attributes:
@@ -214,11 +215,11 @@ class Ask(Generic[T]):
 
     target: Target
     nodes: Nodes
-    draw: Callable[..., T]
+    draw: Callable[..., Drawn]
     by_program: bool = False
 
 
-class Verified(NamedTuple, Generic[T]):
+class Verified(NamedTuple):
     """What a pass came to for one of its texts.
 
     Attributes:
@@ -231,14 +232,14 @@ class Verified(NamedTuple, Generic[T]):
 
     forwarded: Forwarded
     logits: Tensor
-    drawn: T
+    drawn: Drawn
     share: float
     texts: int = 1
 
 
-def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
+def _packed(runner: EagerRunner, asks: Sequence[Ask]) -> list[list[Ask]]:
     """What is asked for by pass."""
-    packed: list[list[Ask[T]]] = []
+    packed: list[list[Ask]] = []
     left = 0
     for ask in asks:
         most = runner.most_rows if runner.joins(ask.nodes) else None
@@ -250,7 +251,7 @@ def _packed(runner: EagerRunner, asks: Sequence[Ask[T]]) -> list[list[Ask[T]]]:
     return packed
 
 
-def _verified(target: Target, asks: Sequence[Ask[T]]) -> list[Verified[T]]:
+def _verified(target: Target, asks: Sequence[Ask]) -> list[Verified]:
     """As :meth:`Target.verify`, in one pass."""
     started = time.perf_counter()
     ask, alone = asks[0], len(asks) == 1
