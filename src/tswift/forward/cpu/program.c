@@ -4,7 +4,7 @@
    order that depends on nothing but the layer's sizes. Attention is that of native.c, whose rows are exact, too; the
    products of linear layers are those of products.c.
 
-   program.py has the same structures. */
+   products.py reads the structures from here. */
 
 #include "products.c"
 #include "recurrence.c"
