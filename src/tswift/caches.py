@@ -454,6 +454,7 @@ class FullKV(KVBuffer):
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
+        self.wanted = capacity  # tokens that a decode has asked for
         self.states = None if shape.states is None else States(shape.states)
         self.marks: list[Mark] | None = None
         self.sound = 0

@@ -192,7 +192,7 @@ def check(
 def promised(model: Target) -> int:
     """Bytes that texts under way are still to take: a CPU gives memory when it is written to."""
     texts = () if model.on_cuda else model.caches
-    return sum((kv.capacity - kv.length) * kv.shape.bytes_per_token for kv in texts)
+    return sum((kv.wanted - kv.length) * kv.shape.bytes_per_token for kv in texts)
 
 
 def refuse_ids(vocab_size: int, **named: Collection[int]) -> None:

@@ -283,7 +283,7 @@ def test_a_worker_loads_its_model_once(prompts, tmp_path, monkeypatch):
     with Signals() as signals:
         lines: list[str] = []
         for task in batch.tasks[:2]:
-            batch.make([task], [], signals, lines.append)
+            batch.make([task], [], signals, lambda task, line: lines.append(line))
     assert (len(lines), len(loads)) == (2, 1)
 
 

@@ -198,23 +198,34 @@ def test_rows_that_are_not_exact_serve_nobody_but_who_says_so():
     assert found(target, caches, again) == 0
 
 
-def test_the_last_text_is_gone_on_with_in_its_own_buffers_and_others_are_copied():
+def test_a_text_is_gone_on_with_in_its_own_buffers_if_they_have_room():
     target = KINDS["PyTorch"]()
     caches = kept(target, *TEXTS)
     held = [each.kv for each in caches._texts]
-    # room that nothing is in is let go of, but for the last one's
-    assert [each.capacity - each.length for each in held] == [0, 0, 8 + 1 + 109 // 8 - 7]
-    taken = caches.begin(target, [*TEXTS[2], 1, 2], 102, 110, 1, 0)
-    assert (taken.length, len(caches._texts)) == (100, 2)
-    assert taken.buffers[0].data_ptr() == held[2].buffers[0].data_ptr()
-    copied = caches.begin(target, [*TEXTS[0], 1, 2], 102, 110, 1, 0)
-    assert (copied.length, len(caches._texts)) == (100, 2)
-    assert caches._texts[-1].kv is held[0]  # which was used last
+    for place in (2, 0):
+        taken = caches.begin(target, [*TEXTS[place], 1, 2], 102, 110, 1, 0)
+        assert taken.length == 100
+        assert taken.buffers[0].data_ptr() == held[place].buffers[0].data_ptr()
+    copied = caches.begin(target, [*TEXTS[1], 1, 2], 102, 200, 1, 0)
+    assert (copied.length, [each.kv for each in caches._texts]) == (100, [held[1]])
     # nor is a text that would lose much taken over
     with mock.patch.object(module, "PROMPT_CHUNK", 10):
         caches = kept(target, TEXTS[1])
         assert found(target, caches, TEXTS[1][:90]) == 88
         assert len(caches._texts) == 1
+
+
+def test_a_gpu_keeps_no_room_that_nothing_is_in():
+    caches = kept(KINDS["PyTorch"](), *TEXTS)
+    before = [each.kv.capacity - each.kv.length for each in caches._texts]
+    assert before == [8 + 1 + 109 // 8 - 7] * 3
+    texts = [*caches._texts]
+    texts[-1].kv.rows = None  # as of a GPU's
+    with mock.patch.object(module._Text, "trim") as trimmed:
+        caches.settle()
+    assert trimmed.call_count == 3
+    texts[0].trim()
+    assert texts[0].kv.capacity == texts[0].kv.length
 
 
 def test_caches_take_no_more_than_they_may():
@@ -239,9 +250,10 @@ def test_a_decode_gets_the_memory_that_it_needs():
     size = caches.nbytes // 3
     free = mock.Mock(side_effect=lambda device: 4 * size - caches.nbytes)
     with mock.patch.object(module, "available_bytes", free):
-        assert found(target, caches, [*TEXTS[2], 1], 2 * size) == 99
-        assert len(caches._texts) == 1  # the oldest went, and the last was taken
-        assert found(target, caches, [*TEXTS[1], 1], 4 * size) == 0
+        assert found(target, caches, [*TEXTS[2], 1], 3 * size) == 99
+        assert len(caches._texts) == 2  # what was taken is a part of it
+        assert found(target, caches, [*TEXTS[1], 1], 5 * size) == 99
+        assert not caches._texts  # the oldest went
 
 
 @pytest.mark.parametrize("kind", ["PyTorch, prompts in chunks", "delta nets in chunks"])

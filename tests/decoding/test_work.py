@@ -182,6 +182,38 @@ def test_an_interrupt_is_told_to_all(where, monkeypatch):
     assert len(told) == 3
 
 
+def test_a_shared_pass_that_fails_is_made_alone(monkeypatch):
+    """As that of a wide tree may for lack of memory; what fails alone fails its text alone."""
+
+    def fails(self, texts):
+        raise RuntimeError("out of memory")
+
+    target = target_of_rows()
+    texts = [Wanted(seed=seed) for seed in range(3)]
+    monkeypatch.setattr(type(target.runner), "forward_together", fails)
+    made = sides(target, texts)
+    together(made)
+    assert [side.tokens for side in made] == [text.alone(target, PLAIN) for text in texts]
+    monkeypatch.setattr(type(target.runner), "forward", fails)
+    made = sides(target, texts)
+    with pytest.raises(RuntimeError, match="memory"):
+        together(made)
+
+
+def test_who_no_longer_reads_ends_all():
+    target = target_of_rows()
+    made = sides(target, [Wanted(), Wanted(length=200, seed=2)])
+
+    def told(side: Side) -> Work[None]:
+        yield from side.work()
+        raise BrokenPipeError
+
+    works = iter([told(made[0]), made[1].work()])
+    with pytest.raises(BrokenPipeError):
+        side_by_side(lambda begun: next(works, None), 2)
+    assert len(made[1].tokens) < 100
+
+
 def test_how_many_texts_share_passes():
     target = target_of_rows()
     assert [texts_at_once(target, asked) for asked in (None, 1, 3)] == [8, 1, 3]

@@ -179,10 +179,10 @@ def _many(
         from tswift.jobs.job import Signals, Stopped
     made = 0
 
-    def deliver(line: str) -> None:
+    def deliver(task: Task, line: str) -> None:
         nonlocal made
         made += 1
-        bars.clear()
+        bars.clear(task.text.name)
         bars.write(f"{line}\n")
 
     def on_step(task: Task, stats: DecodeStats) -> None:

@@ -340,12 +340,11 @@ class Bars(Reporter):
         elif self._due():
             self.say(f"{name} {done:,} / {total:,} {figures}".strip())
 
-    def clear(self) -> None:
-        """Remove all tasks: others follow."""
-        if self._progress:
-            for task in self._tasks.values():
-                self._progress.remove_task(task)
-        self._tasks = {}
+    def clear(self, *names: str) -> None:
+        """Remove some tasks, or all."""
+        for name in names or [*self._tasks]:
+            if self._progress and name in self._tasks:
+                self._progress.remove_task(self._tasks.pop(name))
 
     def _due(self) -> bool:
         """Whether it is time for a log line."""

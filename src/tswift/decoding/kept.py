@@ -1,4 +1,4 @@
-"""Caches of texts that have ended: what a new text has in common with one is not forwarded again.
+"""Caches of a model's texts: what a new text has in common with one is not forwarded again.
 
 A text stays, bit for bit, what it would be alone. So those tokens of a kept text serve to which the
 new text's own passes would give the same keys and values: all that both have in common where a
@@ -47,6 +47,8 @@ class _Text:
     def trim(self) -> None:
         """Let go of the room for more."""
         whole = self.kv
+        if whole.capacity == whole.length:
+            return
         self.kv = FullKV(whole.shape, whole.length)
         self.kv.copy_from(whole)
 
@@ -91,8 +93,6 @@ class KeptCaches:
             needed: bytes that the decode takes, which are made free.
         """
         self._serves = self._inexact or target.fixed_rows is not None
-        while self._texts and (available_bytes(target.device) or needed) < needed:
-            del self._texts[0]
         tokens = np.array(text[: -1 - back], np.int64)
         found, mark = None, Mark(_LEAST - 1, None)
         running = [
@@ -103,12 +103,22 @@ class KeptCaches:
             place = self._place(target, each, tokens, prompt)
             if place.length > mark.length:
                 found, mark = each, place
-        if found in self._texts:
+        taken: _Text | None = None
+        if found is not None and found in self._texts:
             self._texts.remove(found)
-            if found.kv.capacity >= capacity and found.kv.length - mark.length < PROMPT_CHUNK:
-                found.kv.rewind(mark)
-                return found.kv
-            self._texts.append(found)
+            lost = found.kv.length - mark.length
+            if found.kv.capacity >= capacity and lost < PROMPT_CHUNK:
+                taken = found
+                needed -= taken.nbytes
+            else:
+                self._texts.append(found)
+        while (
+            self._texts and (free := available_bytes(target.device)) is not None and free < needed
+        ):
+            del self._texts[0]
+        if taken is not None:
+            taken.kv.rewind(mark)
+            return taken.kv
         kv = FullKV(target.kv_shape, capacity + (not target.on_cuda) * capacity // _SLACK)
         kv.marks = []
         if found is not None:
@@ -134,13 +144,13 @@ class KeptCaches:
         if self._serves:
             tokens, prompt, kv = decoding.held
             kv.remember()
-            # programs are captured for a cache, and memory is promised to it: this is another one
+            # a copy of the object, not of its memory: captured programs and memory that is still to
+            # be taken belong to the decode's own
             self._texts.append(_Text(np.array(tokens, np.int64), prompt, copy(kv)))
 
     def settle(self) -> None:
-        """Let go of what is more than may be kept, and of the room in caches for more tokens.
-
-        On a host the last one keeps that: the next text most often goes on with it.
+        """Let go of what is more than may be kept, and on a GPU of the room for more tokens, which
+        takes no memory on a host.
         """
         if not self._texts:
             return
@@ -149,5 +159,5 @@ class KeptCaches:
         most = (free + self.nbytes) / _SHARE if self._most is None else self._most * 1e9
         while self.nbytes > most:
             del self._texts[0]
-        for text in self._texts[: -1 if last.rows else None]:
+        for text in () if last.rows else self._texts:
             text.trim()

@@ -163,6 +163,7 @@ class Decoding:
         self._simulate = simulate
         sampler = Sampler(params, seed, target.vocab_size, target.device, prompt=len(prompt))
         self._kv = kv or FullKV(target.kv_shape, len(prompt) + length + drafter.limit)
+        self._kv.wanted = len(prompt) + length + drafter.limit
         target.caches.add(self._kv)
         self._context = Context([*prompt, *written], sampler, self._kv)
         self._prompt = len(prompt)

@@ -54,23 +54,27 @@ def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> No
 
     Raises:
         BaseException: the first error of any. What is under way goes on to its end before, unless
-            it was an interrupt, which goes to all.
+            it was an interrupt, or that nobody reads stdout, which goes to all.
     """
     asks: dict[Work[None], Ask | None] = {}
     failed: BaseException | None = None
 
     def go_on(work: Work[None], answer: Verified | BaseException | None) -> None:
-        nonlocal failed
         try:
             asks[work] = _go_on(work, answer)
         except StopIteration:
             asks.pop(work, None)
         except BaseException as error:
             asks.pop(work, None)
-            failed = failed or error
+            note(error)
 
-    def a_round() -> bool:  # whose names hold no text longer than it takes
-        if isinstance(failed, KeyboardInterrupt):
+    def note(error: BaseException) -> None:
+        nonlocal failed
+        failed = error if isinstance(error, KeyboardInterrupt) else failed or error
+
+    # a function, as a text is not to outlive its last round in a local name
+    def a_round() -> bool:
+        if isinstance(failed, KeyboardInterrupt | OSError):
             for work in [*asks]:
                 go_on(work, failed)
         while len(asks) < width and not failed and None not in asks.values():
@@ -92,7 +96,7 @@ def side_by_side(more: Callable[[int], Work[None] | None], width: int = 1) -> No
         try:
             goes_on = a_round()
         except BaseException as error:  # of ``more``, or an interrupt between two texts
-            failed = failed or error
+            note(error)
     if failed is not None:
         raise failed
 
@@ -103,15 +107,14 @@ def _go_on(work: Work[R], answer: Verified | BaseException | None) -> Ask | None
 
 
 def _answers(asks: Sequence[Ask]) -> Sequence[Verified | BaseException]:
-    """What passes come to; an error concerns all of a target."""
-    found: dict[int, Verified | BaseException] = {}
-    for target in {id(ask.target): ask.target for ask in asks}.values():
-        own = [place for place, ask in enumerate(asks) if ask.target is target]
-        try:
-            answers: Sequence[Verified | BaseException] = target.verify(
-                [asks[place] for place in own]
-            )
-        except BaseException as error:
-            answers = [error] * len(own)
-        found.update(zip(own, answers, strict=True))
-    return [found[place] for place in range(len(asks))]
+    """What passes come to; where a shared one fails, as one of a wide tree may for lack of memory,
+    each text's own.
+    """
+    if not asks:
+        return ()
+    try:
+        return asks[0].target.verify(asks)
+    except BaseException as error:  # no name is to hold it: its traceback has this frame
+        if len(asks) == 1 or isinstance(error, KeyboardInterrupt):
+            return [error] * len(asks)
+    return [answer for ask in asks for answer in _answers([ask])]

@@ -177,7 +177,7 @@ class Batch:
         tasks: Sequence[Task],
         command: Sequence[str],
         signals: Signals,
-        deliver: Callable[[str], None] = lambda line: None,
+        deliver: Callable[[Task, str], None] = lambda task, line: None,
         on_step: Callable[[Task, DecodeStats], None] = lambda task, stats: None,
         again: str = "",
         parallel: int | None = None,
@@ -213,7 +213,7 @@ class Batch:
                 yield from job.running(lambda piece, stats: on_step(task, stats), None, signals)
                 kept.keep(job.generation.decoding)
                 kept.settle()
-            deliver(line_of(task))
+            deliver(task, line_of(task))
 
         def more(begun: int) -> Work[None] | None:
             nonlocal full

@@ -85,6 +85,8 @@ class Service:
         self._runs: dict[str, ApiRun] = {}  # that are open, in the order of their turns
         self._turns: SimpleQueue[ApiRun | None] = SimpleQueue()
         self._width = texts_at_once(model.target, config.parallel)
+        if config.keep_caches and model.target.fixed_rows is None:
+            raise InputError("must be 0, as passes are not exact here", "keep_caches")
         self._begun = 0  # runs whose caches have been allocated
         self._closing = False
         self._unwritten: dict[str, Object] = {}  # what ``request.json`` had no room for, by ids
