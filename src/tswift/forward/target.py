@@ -260,7 +260,8 @@ def _verified(target: Target, asks: Sequence[Ask]) -> list[Verified]:
         return [Verified(*one, time.perf_counter() - started)]
     texts = [ask.nodes for ask in asks]
     forwarded = [target.forward(ask.nodes)] if alone else target.runner.forward_together(texts)
-    logits = target.logits(torch.cat([each.hidden for each in forwarded]))
+    hidden = [each.hidden for each in forwarded]
+    logits = target.logits(hidden[0] if alone else torch.cat(hidden))
     rows = logits.split([*map(len, texts)])
     drawn = [ask.draw(own) for ask, own in zip(asks, rows, strict=True)]
     found = zip(forwarded, rows, drawn, strict=True)
