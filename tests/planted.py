@@ -190,6 +190,8 @@ FAULTS = [
           "if isinstance(failed, KeyboardInterrupt | OSError):", "if False:"),
     Fault("a shared pass that fails fails all its texts", "decoding/work.py", WORK,
           "if len(asks) == 1 or isinstance(error, KeyboardInterrupt):", "if True:"),
+    Fault("texts of two models share a pass", "decoding/work.py", WORK,
+          "if len({id(ask.target) for ask in asks}) == 1:", "if True:"),
     Fault("texts are begun after a failure", "decoding/work.py", WORK, "and not failed and", "and"),
     Fault("texts are to share passes that are not exact", "decoding/work.py", WORK,
           "if asked > 1 and target.apart is not None:", "if False:"),

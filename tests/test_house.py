@@ -33,7 +33,7 @@ MOST = 6  # functions that hold a parameter on its way
 # sources, and what they say of types with ``Any``. What has to raise one of these says in its issue
 # and its commit what that buys.
 DEVICES, RUNNERS = 45, 13
-TOKENS, ANYS = 259_914, 128
+TOKENS, ANYS = 259_952, 128
 
 
 def test_modules_import_each_other_in_no_circle():

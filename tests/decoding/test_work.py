@@ -27,6 +27,7 @@ from tswift.decoding.pass_costs import NOMINAL
 from tswift.decoding.work import Work, side_by_side, texts_at_once
 from tswift.drafting.adaptive import Bandit
 from tswift.drafting.options import DraftOptions
+from tswift.errors import SlowWarning
 from tswift.forward.target import Target
 from tswift.sampling.parameters import SamplingParams
 
@@ -128,6 +129,14 @@ def test_a_pass_has_no_more_rows_than_keep_their_bits():
     assert [side.tokens for side in made] == [text.alone(target, PLAIN) for text in texts]
 
 
+def test_texts_of_two_models_share_no_pass():
+    text, target = Wanted(), target_of_rows()
+    made = [*sides(target, [text]), *sides(tiny_target(), [text])]
+    together(made)
+    assert made[0].tokens == text.alone(target, PLAIN)
+    assert made[1].tokens == text.alone(tiny_target(), PLAIN)
+
+
 def test_a_text_that_fails_fails_alone():
     target = target_of_rows()
     texts = [Wanted(), Wanted(seed=2), Wanted(seed=3)]
@@ -192,7 +201,8 @@ def test_a_shared_pass_that_fails_is_made_alone(monkeypatch):
     texts = [Wanted(seed=seed) for seed in range(3)]
     monkeypatch.setattr(type(target.runner), "forward_together", fails)
     made = sides(target, texts)
-    together(made)
+    with pytest.warns(SlowWarning, match="out of memory.*each makes its own"):
+        together(made)
     assert [side.tokens for side in made] == [text.alone(target, PLAIN) for text in texts]
     monkeypatch.setattr(type(target.runner), "forward", fails)
     made = sides(target, texts)

@@ -7,10 +7,11 @@ one to its end; :func:`side_by_side` does several, and is the only loop over tex
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
-from tswift.errors import InputError
+from tswift.errors import InputError, SlowWarning
 from tswift.forward.target import Ask, Target, Verified
 
 R = TypeVar("R")
@@ -107,14 +108,17 @@ def _go_on(work: Work[R], answer: Verified | BaseException | None) -> Ask | None
 
 
 def _answers(asks: Sequence[Ask]) -> Sequence[Verified | BaseException]:
-    """What passes come to; where a shared one fails, as one of a wide tree may for lack of memory,
-    each text's own.
+    """What passes come to: one that all share, if they are of one model; where that fails, as one
+    of wide trees may for lack of memory, each text's own.
     """
     if not asks:
         return ()
-    try:
-        return asks[0].target.verify(asks)
-    except BaseException as error:  # no name is to hold it: its traceback has this frame
-        if len(asks) == 1 or isinstance(error, KeyboardInterrupt):
-            return [error] * len(asks)
+    if len({id(ask.target) for ask in asks}) == 1:
+        try:
+            return asks[0].target.verify(asks)
+        except BaseException as error:  # no name is to hold it: its traceback has this frame
+            if len(asks) == 1 or isinstance(error, KeyboardInterrupt):
+                return [error] * len(asks)
+            told = f"a pass that texts share failed ({error!r:.200}): each makes its own instead"
+            warnings.warn(told, SlowWarning, stacklevel=2)
     return [answer for ask in asks for answer in _answers([ask])]
