@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -132,9 +133,12 @@ def test_a_pass_has_no_more_rows_than_keep_their_bits():
 def test_texts_of_two_models_share_no_pass():
     text, target = Wanted(), target_of_rows()
     made = [*sides(target, [text]), *sides(tiny_target(), [text])]
-    together(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        together(made)
     assert made[0].tokens == text.alone(target, PLAIN)
     assert made[1].tokens == text.alone(tiny_target(), PLAIN)
+    assert {*made[0].texts, *made[1].texts} == {1}
 
 
 def test_a_text_that_fails_fails_alone():
